@@ -1,0 +1,180 @@
+"""Imports the extension so that only the ggml it was built for can serve it, and checks that.
+
+Gives `lib` and `ffi`. Raises ImportError, with what to do, where the extension is missing, cannot be
+loaded, or is served by a ggml other than the one it was compiled against.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import platform
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cffi import FFI
+
+__all__ = ["ffi", "lib", "library_files"]
+
+PACKAGE = Path(__file__).resolve().parent
+LIBS = PACKAGE / "_libs"
+
+_REBUILD = "install the package anew (python -m pip install --force-reinstall .)"
+_SANITIZERS = ("libasan", "libtsan", "libubsan", "liblsan", "libclang_rt.")
+_import_lock = threading.Lock()  # the dlopen flags are the interpreter's, not the thread's
+
+
+def library_files(info: ModuleType) -> dict[str, Path]:
+    """Give where each linked library is to be found, as the build left it."""
+    if info.SYSTEM_LIBDIR is None:
+        return {name: LIBS / f"lib{name}-{info.PREFIX_KEY}.so" for name in info.LIBRARIES}
+    return {name: Path(info.SYSTEM_LIBDIR, f"lib{name}.so") for name in info.LIBRARIES}
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        raise ImportError(f"ggml_cffi runs on Linux with glibc only, not on {platform.platform()}")
+
+
+def _build_info() -> ModuleType:
+    name = f"{__package__}._gen.build_info"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"ggml_cffi was not built: there is no {PACKAGE / '_gen' / 'build_info.py'}. If this is "
+            "a checkout, run Python elsewhere or build it (python -m pip install -e .); otherwise "
+            + _REBUILD,
+            name=name,
+        ) from error
+
+
+def _check_files(info: ModuleType) -> None:
+    if info.SYSTEM_LIBDIR is not None:
+        return  # the system's loader may find them elsewhere; _check_served looks where
+    missing = [str(path) for path in library_files(info).values() if not path.is_file()]
+    if missing:
+        raise ImportError(f"ggml_cffi is not complete: {', '.join(missing)} is missing; {_REBUILD}")
+
+
+def _prepare_process(environ: Mapping[str, str]) -> None:
+    """Set up what must be in place before ggml's static initialisers run."""
+    if "GGML_NO_BACKTRACE" not in environ:
+        # Else ggml's terminate handler starts gdb where that is installed, and can hang the process.
+        # putenv: C code alone needs to see it.
+        os.putenv("GGML_NO_BACKTRACE", "1")
+    if environ.get("GGML_CFFI_NO_FAULTHANDLER") != "1" and not faulthandler.is_enabled():
+        try:
+            faulthandler.enable()
+        except (AttributeError, OSError, RuntimeError, ValueError):
+            pass  # no usable sys.stderr (a service, a captured stream): nowhere to write to
+
+
+def _deepbind(environ: Mapping[str, str], maps: str) -> bool:
+    """Tell whether symbols are to be looked up in our own libraries before the process's.
+
+    Sanitizers refuse RTLD_DEEPBIND: their interceptors would be passed over.
+    """
+    if environ.get("GGML_CFFI_NO_DEEPBIND") == "1":
+        return False
+    return not any(name in maps for name in _SANITIZERS)
+
+
+def _memory_maps() -> str:
+    try:
+        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _import_extension(environ: Mapping[str, str]) -> ModuleType:
+    flags = os.RTLD_NOW | os.RTLD_LOCAL
+    if _deepbind(environ, _memory_maps()):
+        flags |= os.RTLD_DEEPBIND
+    name = f"{__package__}._gen._ggml"
+    with _import_lock:
+        before = sys.getdlopenflags()
+        sys.setdlopenflags(flags)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise  # cffi is not installed: that says it well enough
+            raise ImportError(
+                f"ggml_cffi was not built for this Python ({sys.implementation.cache_tag} on "
+                f"{platform.machine()}): there is no extension for it in {PACKAGE / '_gen'}; "
+                + _REBUILD,
+                name=name,
+            ) from error
+        except ImportError as error:
+            raise ImportError(
+                f"the extension of ggml_cffi cannot be loaded: {error}. If a library is missing or "
+                f"another than when it was built, {_REBUILD}",
+                name=name,
+                path=error.path,
+            ) from error
+        finally:
+            sys.setdlopenflags(before)
+
+
+def _check_served(module: Any, info: ModuleType) -> None:
+    """Raise ImportError unless the ggml that really serves the extension is the compiled one."""
+    lib, ffi = module.lib, module.ffi
+    expected = library_files(info)
+    served: dict[str, str] = {}
+    for name in info.LIBRARIES:
+        path = lib.ggml_cffi_library_of(name.encode())
+        if path:
+            served[name] = os.fsdecode(ffi.string(path))
+    version, commit = _text(module, "ggml_version"), _text(module, "ggml_commit")
+    same = version in (None, info.GGML_VERSION) and commit in (None, info.GGML_COMMIT)
+    if info.SYSTEM_LIBDIR is None:
+        strange = [n for n, path in served.items() if not _same_file(path, expected[n])]
+    else:
+        strange = []
+    if same and not strange:
+        return
+    name = strange[0] if strange else next(iter(served), "ggml-base")
+    raise ImportError(
+        f"ggml_cffi was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in "
+        f"{expected.get(name, name)}, but it is served by ggml {version} ({commit}) in "
+        f"{served.get(name, 'an unknown file')}. "
+        + (
+            "Another ggml in this process stands in for it; import ggml_cffi before that one, and "
+            "without GGML_CFFI_NO_DEEPBIND"
+            if strange
+            else "The system's ggml has changed; " + _REBUILD
+        )
+    )
+
+
+def _text(module: Any, function: str) -> str | None:
+    """Call a function that returns a string; None in a release that lacks it."""
+    found = getattr(module.lib, function, None)
+    return None if found is None else str(module.ffi.string(found()).decode())
+
+
+def _same_file(one: str, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _load() -> tuple[Any, FFI]:
+    _check_platform()
+    info = _build_info()
+    _check_files(info)
+    _prepare_process(os.environ)
+    module: Any = _import_extension(os.environ)
+    _check_served(module, info)
+    return module.lib, module.ffi
+
+
+lib, ffi = _load()

@@ -1,0 +1,68 @@
+"""The exceptions of ggml_cffi; all are `GGMLError`."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AbortError",
+    "GGMLError",
+    "GGUFError",
+    "NotSupportedError",
+    "SplitError",
+    "StatusError",
+    "StatusMemoryError",
+]
+
+
+class GGMLError(RuntimeError):
+    """A call of ggml failed."""
+
+
+class AbortError(GGMLError):
+    """ggml would have ended the process; the process, and what the call was made on, go on.
+
+    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up (None
+    where the message does not say), ``function`` is the C function that was called.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        file: str | None = None,
+        line: int | None = None,
+        function: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = file
+        self.line = line
+        self.function = function
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.file, self.line, self.function)
+
+
+class StatusError(GGMLError):
+    """A call returned a ``ggml_status`` other than success; ``status`` is its number."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.status)
+
+
+class StatusMemoryError(StatusError, MemoryError):
+    """A call returned ``GGML_STATUS_ALLOC_FAILED``: a MemoryError too."""
+
+
+class SplitError(GGMLError):
+    """A split function of a meta device raised, or its answer is not valid; the cause says which."""
+
+
+class NotSupportedError(GGMLError):
+    """The ggml that this package was built for does not have what was asked for."""
+
+
+class GGUFError(GGMLError, ValueError):
+    """A GGUF file is not valid, or does not fit what is done with it."""
