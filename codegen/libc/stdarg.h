@@ -1,0 +1,2 @@
+#pragma once
+typedef char *va_list;

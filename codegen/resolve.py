@@ -1,0 +1,377 @@
+"""Stage 4: IR + annotations + exported symbols → what is bound, and how each function looks.
+
+After this stage nothing has to be decided: the emitters only write down.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import ir
+from .annotations import AnnotationError, Annotations, Place, check_use
+
+#: Enumerators that count the others: no argument may have their value.
+SENTINEL = ("_COUNT",)
+_FLOATS = ("float", "double")
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A C parameter, and what Python gives for it.
+
+    `kind`: number, bool, enum, pointer, struct_pointer, struct, string, array, buffer, callback,
+    and, not seen by Python: out, length, userdata.
+    """
+
+    name: str
+    c_name: str
+    type: ir.Type
+    kind: str
+    nullable: bool = False
+    default: str | None = None
+    length: str | int | None = None
+    element: ir.Type | None = None
+    unique: bool = False
+    min_length: int = 0
+    writes: bool = False
+    tag: str = ""
+    size: str | None = None
+    callback: Callback | None = None
+
+    @property
+    def visible(self) -> bool:
+        return self.kind not in ("out", "length", "userdata")
+
+
+@dataclass(frozen=True)
+class Callback:
+    """How a function takes a callback."""
+
+    kind: str
+    userdata: str | None
+    lifetime: str
+    slot: str | None = None
+
+
+@dataclass(frozen=True)
+class CallbackKind:
+    """A function-pointer type that Python functions can stand for."""
+
+    name: str
+    type: ir.FunctionType
+    userdata: int | None
+    threads: str
+    on_error: str
+    note: str
+    by_out: bool
+    slots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function as it is bound."""
+
+    function: ir.Function
+    args: tuple[Arg, ...]
+    returns: str  # void, number, bool, enum, status, success, string, pointer, struct
+    guard: str
+    ownership: str = ""
+    free: str = ""
+    null: str = "error"
+    reason: str = ""
+    null_error: str = "GGMLError"
+    require: tuple[str, ...] = ()
+    threads: str = ""
+    after: str = ""
+    override: str = ""
+    note: str = ""
+    library: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    @property
+    def visible(self) -> tuple[Arg, ...]:
+        return tuple(arg for arg in self.args if arg.visible)
+
+    @property
+    def outs(self) -> tuple[Arg, ...]:
+        return tuple(arg for arg in self.args if arg.kind == "out")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """All that the emitters need."""
+
+    api: ir.Api
+    bound: tuple[Bound, ...]
+    skipped: Mapping[str, str]
+    callbacks: tuple[CallbackKind, ...]
+    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    version: str = ""
+    commit: str = ""
+    ctypes: Mapping[str, str] = field(default_factory=dict)
+
+    def function(self, name: str) -> Bound:
+        return next(bound for bound in self.bound if bound.name == name)
+
+
+def resolve(
+    api: ir.Api,
+    annotations: Annotations,
+    exported: Mapping[str, Collection[str]],
+    *,
+    strict: bool,
+    known: Collection[str] = (),
+    version: str = "",
+    commit: str = "",
+) -> Binding:
+    """Decide for every function. `exported`: library → symbols. `known`: functions of the pin.
+
+    With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
+    it a note of the report.
+    """
+    notes: list[str] = []
+
+    def complain(error: AnnotationError) -> None:
+        if strict:
+            raise error
+        notes.append(str(error))
+
+    for error in check_use(annotations, api):
+        complain(error)
+    where = {symbol: library for library, symbols in exported.items() for symbol in symbols}
+    bound: list[Bound] = []
+    skipped: dict[str, str] = {}
+    for name, function in api.functions.items():
+        table = annotations.of(api, function)
+        reason = _reason_to_skip(api, function, table, where)
+        if reason:
+            skipped[name] = reason
+            continue
+        try:
+            bound.append(_bind(api, function, table, where[name], annotations))
+        except AnnotationError as error:
+            complain(error)
+            skipped[name] = f"its annotation does not fit: {error}"
+    callbacks = _callbacks(api, annotations, bound, complain)
+    absent = tuple(sorted(set(known) - {b.name for b in bound} - set(_never(skipped))))
+    return Binding(
+        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit
+    )
+
+
+def _never(skipped: Mapping[str, str]) -> list[str]:
+    """Those that no build binds: they are no missing feature."""
+    return [name for name, why in skipped.items() if "variadic" in why or "va_list" in why]
+
+
+def _reason_to_skip(
+    api: ir.Api, function: ir.Function, table: Mapping[str, Any], where: Mapping[str, str]
+) -> str:
+    if function.type.variadic:
+        return "variadic: C's ... has no safe counterpart"
+    if any(ir.declare(api.resolve(p.type)) == "va_list" for p in function.params):
+        return "takes a va_list"
+    if function.name not in where:
+        return f"declared in {function.where.header} but exported by no linkable library"
+    return str(table.get("skip", ""))
+
+
+def _bind(
+    api: ir.Api,
+    function: ir.Function,
+    table: Mapping[str, Any],
+    library: str,
+    annotations: Annotations,
+) -> Bound:
+    place = annotations.place(function.name)
+    returns = _returns(api, function.returns, table)
+    ownership = str(table.get("ownership", ""))
+    head, _, of = ownership.partition(":")
+    if of.isdigit() and int(of) < len(function.params):
+        ownership = f"{head}:{function.params[int(of)].name}"
+    if returns in ("pointer", "string") and not ownership:
+        raise place.error(f"{function.name} returns a pointer: who owns it? (ownership)")
+    if head == "owned" and not table.get("free"):
+        raise place.error(f"{function.name}: an owned result needs `free`")
+    return Bound(
+        function=function,
+        args=_args(api, function, table, annotations),
+        returns=returns,
+        guard=table["guard"],
+        ownership=ownership,
+        free=table.get("free", "") if head == "owned" else "",
+        null=table.get("null", "error"),
+        reason=table.get("reason", ""),
+        null_error=table.get("null_error", "GGMLError"),
+        require=tuple(table.get("require", ())),
+        threads=table.get("threads", ""),
+        after=table.get("after", ""),
+        override=table.get("override", ""),
+        note=table.get("note", ""),
+        library=library,
+    )
+
+
+def _returns(api: ir.Api, ctype: ir.Type, table: Mapping[str, Any]) -> str:
+    kind = scalar_kind(api, ctype)
+    if kind == "enum":
+        resolved = api.resolve(ctype)
+        assert isinstance(resolved, ir.Tag)
+        return "status" if resolved.name == "ggml_status" else "enum"
+    if kind == "bool" and table.get("success"):
+        return "success"
+    return kind
+
+
+def scalar_kind(api: ir.Api, ctype: ir.Type) -> str:
+    """void, number, bool, enum, string, pointer or struct."""
+    resolved = api.resolve(ctype)
+    if isinstance(resolved, ir.Prim):
+        return {"void": "void", "bool": "bool"}.get(resolved.name, "number")
+    if isinstance(resolved, ir.Tag):
+        return "enum" if resolved.kind == "enum" else "struct"
+    if isinstance(resolved, ir.Anonymous):
+        return "struct"
+    if isinstance(resolved, ir.Pointer):
+        return "string" if resolved.to == ir.Prim("char", const=True) else "pointer"
+    return "pointer"
+
+
+def is_float(api: ir.Api, ctype: ir.Type) -> bool:
+    resolved = api.resolve(ctype)
+    return isinstance(resolved, ir.Prim) and resolved.name in _FLOATS
+
+
+def python_name(name: str) -> str:
+    """`name`, or with an underscore where Python has the word for itself."""
+    return name + "_" if keyword.iskeyword(name) else name
+
+
+def _args(
+    api: ir.Api, function: ir.Function, table: Mapping[str, Any], annotations: Annotations
+) -> tuple[Arg, ...]:
+    arrays = table.get("arrays", {})
+    buffers = table.get("buffers", {})
+    callbacks = table.get("callbacks", {})
+    lengths = {value for value in arrays.values() if isinstance(value, str)}
+    sizes = {value: key for key, value in buffers.items() if isinstance(value, str)}
+    userdata = {c["userdata"] for c in callbacks.values() if "userdata" in c}
+    defaults = dict(table.get("defaults", {}))
+    args = []
+    for param in function.params:
+        name = param.name
+        base: dict[str, Any] = {
+            "name": python_name(name), "c_name": name, "type": param.type,
+            "nullable": name in table.get("nullable", ()), "default": defaults.get(name),
+        }  # fmt: skip
+        kind = scalar_kind(api, param.type)
+        resolved = api.resolve(param.type)
+        if name in table.get("out", ()):
+            base["kind"] = "out"
+            base["element"] = _pointee(resolved)
+        elif name in callbacks:
+            spec = callbacks[name]
+            pointed = param.type.name if isinstance(param.type, ir.Named) else ""
+            slot = None if "userdata" in spec else f"{function.name}.{name}"
+            base["kind"] = "callback"
+            base["callback"] = Callback(pointed, spec.get("userdata"), spec["lifetime"], slot)
+        elif name in userdata:
+            base["kind"] = "userdata"
+        elif name in arrays:
+            base.update(
+                kind="array", length=arrays[name], element=_pointee(resolved),
+                unique=name in table.get("unique", ()),
+                min_length=table.get("min_length", {}).get(name, 0),
+                writes=name in table.get("writes", ()),
+            )  # fmt: skip
+        elif name in lengths:
+            base["kind"] = "length"
+        elif name in buffers:
+            base.update(kind="buffer", size=buffers[name], writes=name in table.get("writes", ()))
+        elif isinstance(resolved, ir.Array) and resolved.size is not None:
+            base.update(kind="array", length=resolved.size, element=resolved.of,
+                        writes=name in table.get("writes", ()))  # fmt: skip
+        elif kind == "enum":
+            assert isinstance(resolved, ir.Tag)
+            base.update(kind="enum", tag=resolved.name)
+        elif kind == "pointer":
+            base["kind"] = "struct_pointer" if _by_reference(api, resolved) else "pointer"
+        else:
+            base["kind"] = kind
+        if name in sizes:
+            base["default"] = base["default"] or "None"
+        args.append(Arg(**base))
+    return _trailing_defaults(args)
+
+
+def _trailing_defaults(args: list[Arg]) -> tuple[Arg, ...]:
+    """Python takes defaults at the end only."""
+    seen_without = False
+    for index in range(len(args) - 1, -1, -1):
+        arg = args[index]
+        if not arg.visible:
+            continue
+        if seen_without and arg.default is not None:
+            args[index] = Arg(**{**arg.__dict__, "default": None})
+        seen_without = seen_without or arg.default is None
+    return tuple(args)
+
+
+def _pointee(ctype: ir.Type) -> ir.Type:
+    if isinstance(ctype, ir.Pointer):
+        return ctype.to
+    assert isinstance(ctype, ir.Array)
+    return ctype.of
+
+
+def _by_reference(api: ir.Api, ctype: ir.Type) -> bool:
+    """A pointer to a struct that Python code can own: `ffi.new` or a result by value."""
+    if not isinstance(ctype, ir.Pointer):
+        return False
+    struct = api.struct_of(ctype.to)
+    return struct is not None and struct.fields is not None and struct.name != "ggml_tensor"
+
+
+def _callbacks(
+    api: ir.Api, annotations: Annotations, bound: list[Bound], complain: Any
+) -> tuple[CallbackKind, ...]:
+    slots: dict[str, list[str]] = {}
+    for function in bound:
+        for arg in function.args:
+            if arg.callback and arg.callback.slot:
+                slots.setdefault(arg.callback.kind, []).append(arg.callback.slot)
+    kinds = []
+    for typedef in api.typedefs.values():
+        pointed = api.function_pointer(ir.Named(typedef.name))
+        if pointed is None:
+            continue
+        if typedef.name not in annotations.callbacks:
+            place = Place("callbacks.toml", 1)
+            complain(place.error(f"the function-pointer type {typedef.name} is not annotated"))
+            continue
+        table = annotations.callbacks[typedef.name][1]
+        if not table.get("used", True):
+            continue
+        userdata = next(
+            (i for i, p in enumerate(pointed.params)
+             if ir.declare(api.resolve(p.type)) == "void *" and "data" in p.name or
+             (len(pointed.params) == 1 and ir.declare(p.type) == "void *")),
+            None,
+        )  # fmt: skip
+        kinds.append(
+            CallbackKind(
+                typedef.name, pointed, userdata, table.get("threads", "caller"),
+                table.get("on_error", "override"), table.get("note", ""),
+                scalar_kind(api, pointed.returns) == "struct",
+                tuple(slots.get(typedef.name, ())),
+            )
+        )  # fmt: skip
+    return tuple(kinds)
+

@@ -1,0 +1,340 @@
+// The guard: what stands between Python and ggml's abort().
+//
+// Every bound function is called through ggml_cffi::call, one instance per function address. It
+// checks pointers and enums, enters a guarded region, and turns what leaves ggml other than by
+// return (an abort, a C++ exception) into an error of the calling thread. The region ends where
+// Python is entered from a callback, so that nothing unwinds through CPython's frames.
+
+#include <array>
+#include <atomic>
+#include <csetjmp>
+#include <cxxabi.h>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <dlfcn.h>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <unwind.h>
+
+namespace ggml_cffi {
+
+// What went wrong in the last call of this thread; _runtime.py reads these numbers.
+enum error_kind : int {
+    no_error = 0,
+    aborted = 1,
+    null_argument = 2,
+    bad_enumerator = 3,
+    not_allowed = 4,
+    out_of_memory = 5,
+    cpp_exception = 6,
+    callback_raised = 7,
+};
+
+// How a function may be left when ggml aborts inside it.
+enum class leave { by_throw, compute, by_jump };
+
+struct abort_error {
+    std::string message;
+};
+
+// A guarded region; only a by_jump one has a place to jump to.
+struct region {
+    leave     how;
+    int       threads;
+    jmp_buf * jump;
+};
+
+struct thread_state {
+    region *    inside = nullptr;      // the innermost guarded region, null outside and in Python
+    int         kind = no_error;
+    int         index = -1;            // which argument
+    bool        raised = false;        // a callback of the present call failed
+    void *      orphan = nullptr;      // a result that the failed call had already made
+    uint64_t    serial = 0;            // of guarded calls
+    uint64_t    log_serial = 0;        // the call that `log` belongs to
+    std::string message;
+    std::string log;                   // what ggml logged as an error during that call
+};
+
+inline thread_local thread_state state;
+inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
+inline std::atomic<ggml_abort_callback_t> user_abort{nullptr};
+
+// ---- threads of CPU backends: an abort in a kernel can only be caught where one thread computes
+
+inline std::mutex threads_lock;
+inline std::unordered_map<const void *, int> threads_table;
+
+inline void note_threads(const void * backend, int n) {
+    std::lock_guard<std::mutex> hold(threads_lock);
+    threads_table[backend] = n;
+}
+
+inline void forget_threads(const void * backend) {
+    std::lock_guard<std::mutex> hold(threads_lock);
+    threads_table.erase(backend);
+}
+
+// ggml gives a CPU backend GGML_DEFAULT_N_THREADS where nobody says otherwise.
+inline int threads_of(const void * backend) {
+    std::lock_guard<std::mutex> hold(threads_lock);
+    auto found = threads_table.find(backend);
+    return found == threads_table.end() ? GGML_DEFAULT_N_THREADS : found->second;
+}
+
+// ---- abort
+
+struct kernel_search {
+    bool found;
+};
+
+inline _Unwind_Reason_Code find_kernel(_Unwind_Context * context, void * data) {
+    Dl_info info;
+    if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname &&
+        std::strstr(info.dli_fname, "libggml-cpu")) {
+        ((kernel_search *) data)->found = true;
+        return _URC_END_OF_STACK;
+    }
+    return _URC_NO_REASON;
+}
+
+// Whether the CPU backend's own code is running on this thread: its other threads would then wait
+// for this one in a barrier for ever.
+inline bool in_kernel() {
+    kernel_search search{false};
+    _Unwind_Backtrace(find_kernel, &search);
+    return search.found;
+}
+
+inline void on_abort(const char * message) {
+    region * inside = state.inside;
+    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
+        if (inside->how == leave::by_jump) {
+            state.message = message;
+            longjmp(*inside->jump, 1);
+        }
+        throw abort_error{message};
+    }
+    // Nobody can catch it: ggml ends the process when this returns, as it would without us, and
+    // faulthandler prints Python's traceback.
+    ggml_abort_callback_t user = user_abort.load();
+    if (user) {
+        user(message);
+    } else {
+        std::fprintf(stderr, "%s\n", message);
+        std::fflush(stderr);
+    }
+}
+
+// ---- a guarded call
+
+template <auto F, class Traits> struct call;
+
+template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits> {
+    static R now(A... a) {
+        thread_state & s = state;
+        s.kind = no_error;
+        ++s.serial;
+        if (!check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
+            return zero();
+        }
+        const bool raised_before = s.raised;
+        s.raised = false;
+        region here{Traits::how, Traits::threads(a...), nullptr};
+        region * const outer = s.inside;
+        jmp_buf jump;
+        if constexpr (Traits::how == leave::by_jump) {
+            here.jump = &jump;
+            if (setjmp(jump)) {
+                s.inside = outer;
+                s.raised = raised_before;
+                s.kind = aborted;
+                return zero();
+            }
+        }
+        s.inside = &here;
+        try {
+            if constexpr (std::is_void_v<R>) {
+                F(a...);
+                s.inside = outer;
+                Traits::after(a...);
+                finish(s, raised_before);
+            } else {
+                R result = F(a...);
+                s.inside = outer;
+                Traits::after(a...);
+                if (finish(s, raised_before)) {
+                    if constexpr (std::is_pointer_v<R>) {
+                        s.orphan = (void *) result;
+                    }
+                    return zero();
+                }
+                return result;
+            }
+        } catch (const abort_error & e) {
+            fail(s, outer, raised_before, aborted, e.message.c_str());
+        } catch (const std::bad_alloc & e) {
+            fail(s, outer, raised_before, out_of_memory, e.what());
+        } catch (const std::exception & e) {
+            fail(s, outer, raised_before, cpp_exception, e.what());
+        } catch (const char * text) {
+            fail(s, outer, raised_before, cpp_exception, text);
+        } catch (abi::__forced_unwind &) {
+            throw; // the thread is being cancelled
+        } catch (...) {
+            fail(s, outer, raised_before, cpp_exception, "an unknown C++ exception");
+        }
+        return zero();
+    }
+
+  private:
+    static R zero() {
+        if constexpr (!std::is_void_v<R>) {
+            return R{};
+        }
+    }
+
+    static bool finish(thread_state & s, bool raised_before) {
+        const bool raised = s.raised;
+        s.raised = raised_before;
+        if (raised) {
+            s.kind = callback_raised;
+        }
+        return raised;
+    }
+
+    static void fail(thread_state & s, region * outer, bool raised_before, int kind, const char * text) {
+        s.inside = outer;
+        s.raised = raised_before;
+        s.kind = kind;
+        s.message = text;
+    }
+
+    template <size_t... I> static bool check(std::index_sequence<I...>, A... a) {
+        if (!(check_one<I>(a) && ...)) {
+            return false;
+        }
+        if constexpr (Traits::has_requirements) {
+            if (const char * broken = Traits::require(a...)) {
+                state.kind = not_allowed;
+                state.message = broken;
+                return false;
+            }
+        }
+        return true;
+    }
+
+    template <size_t I, class T> static bool check_one(T value) {
+        if constexpr (std::is_pointer_v<T>) {
+            if constexpr ((Traits::nonnull >> I) & 1) {
+                if (__builtin_expect(value == nullptr, 0)) {
+                    state.kind = null_argument;
+                    state.index = (int) I;
+                    return false;
+                }
+            }
+        } else if constexpr (std::is_enum_v<T>) {
+            if (__builtin_expect(!is_enumerator(value), 0)) {
+                state.kind = bad_enumerator;
+                state.index = (int) I;
+                state.message = std::to_string((long long) value);
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+template <uint64_t Nonnull, leave How> struct traits {
+    static constexpr uint64_t nonnull = Nonnull;
+    static constexpr leave how = How;
+    static constexpr bool has_requirements = false;
+    template <class... A> static int threads(A...) { return 1; }
+    template <class... A> static void after(A...) {}
+};
+
+// ---- into Python and back
+
+// Entered by every trampoline: the guard rests while Python runs.
+struct python_entry {
+    region * const outer = state.inside;
+    python_entry() { state.inside = nullptr; }
+    ~python_entry() { state.inside = outer; }
+};
+
+} // namespace ggml_cffi
+
+// ---- what _runtime.py, _callbacks.py and _loader.py call (declared in the cdef)
+
+static int ggml_cffi_error(void) { return ggml_cffi::state.kind; }
+static int ggml_cffi_error_index(void) { return ggml_cffi::state.index; }
+static const char * ggml_cffi_error_text(void) { return ggml_cffi::state.message.c_str(); }
+
+// What ggml logged as an error during this thread's last call, "" if nothing.
+static const char * ggml_cffi_error_log(void) {
+    ggml_cffi::thread_state & s = ggml_cffi::state;
+    return s.log_serial == s.serial ? s.log.c_str() : "";
+}
+
+static void * ggml_cffi_take_orphan(void) {
+    void * orphan = ggml_cffi::state.orphan;
+    ggml_cffi::state.orphan = nullptr;
+    return orphan;
+}
+
+static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }
+static void ggml_cffi_callback_raised(void) { ggml_cffi::state.raised = true; }
+static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
+
+static void ggml_cffi_set_user_abort(ggml_abort_callback_t callback) {
+    ggml_cffi::user_abort = callback;
+}
+
+static const char * ggml_cffi_path_of(void * address) {
+    Dl_info info;
+    return dladdr(address, &info) && info.dli_fname ? info.dli_fname : "";
+}
+
+// Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.
+static void ggml_cffi_forget_buffer(struct ggml_context * context, struct ggml_backend_buffer * buffer) {
+    for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
+        if (t->buffer == buffer) {
+            t->buffer = nullptr;
+            t->data = nullptr;
+            t->extra = nullptr;
+        }
+    }
+}
+
+static void ggml_cffi_py_log(int level, const char * text);
+
+// ggml's log: errors are kept for the exception of the call that failed, all go to Python.
+static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) {
+    ggml_cffi::thread_state & s = ggml_cffi::state;
+    static thread_local bool error_line = false;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        error_line = level == GGML_LOG_LEVEL_ERROR;
+    }
+    if (error_line) {
+        if (s.log_serial != s.serial) {
+            s.log.clear();
+            s.log_serial = s.serial;
+        }
+        s.log += text;
+    }
+    if (!ggml_cffi::closing) {
+        ggml_cffi::python_entry entry;
+        ggml_cffi_py_log((int) level, text);
+    }
+}
+
+// Called once, at import. Returns what was installed before us.
+static void ggml_cffi_install(void) {
+    ggml_set_abort_callback(ggml_cffi::on_abort);
+    ggml_log_set(ggml_cffi_log, nullptr);
+}

@@ -1,0 +1,342 @@
+"""Python functions that ggml calls: the only place with ``def_extern``.
+
+C is given one static trampoline per kind and a userdata that is unique for the life of the
+process, a key of `_table`. What a Python function raises is kept and comes out of the call that
+led to it; meanwhile C gets the value that the annotations name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ._gen.tables import KINDS
+from ._loader import ffi, lib
+from ._runtime import Kind, text
+from .logs import flush, receive
+from .meta._latch import SplitFunction
+from .meta._split import fill, tensor_info
+
+_SPLIT = "ggml_backend_meta_get_split_state_t"
+
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_table: dict[int, Registration] = {}
+#: What each native object keeps alive: its address → registrations; `release` ends it.
+owners: dict[int, list[Registration]] = {}
+#: The one registration per (function, object) of callbacks that a later call replaces.
+_replaced: dict[tuple[str, str, int], Registration] = {}
+#: Exceptions of callbacks that ran on ggml's own threads, for whichever call waits for them.
+_foreign: list[BaseException] = []
+
+
+class _Raised(threading.local):
+    """What callbacks of this thread raised during its present call, first one first."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+
+_raised = _Raised()
+
+
+class Registration:
+    """A Python function that C may call until `drop`."""
+
+    def __init__(self, kind: str, function: Callable[..., Any]) -> None:
+        self.kind = kind
+        self.function: Callable[..., Any] | None = function
+        self.number = next(_numbers)
+        self.thread = threading.get_ident()
+        with _lock:
+            _table[self.number] = self
+
+    @property
+    def userdata(self) -> Any:
+        return ffi.cast("void *", self.number)
+
+    def drop(self) -> None:
+        """C will not call it any more; a late call gets the safe value."""
+        with _lock:
+            _table.pop(self.number, None)
+        self.function = None
+
+
+class Attached:
+    """The callbacks of one call: kept as long as their annotations say, dropped if it fails."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[Registration, str, Any, str]] = []
+        self._result: Any = None
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def add(
+        self,
+        kind: str,
+        function: Any,
+        lifetime: str,
+        owner: Any,
+        where: str,
+        name: str,
+        slot: str | None,
+    ) -> tuple[Any, Any]:
+        """The C function and the userdata for a Python function (or None, or a C function)."""
+        if function is None:
+            return ffi.NULL, ffi.NULL
+        if isinstance(function, ffi.CData):
+            return function, ffi.NULL
+        if not callable(function):
+            raise TypeError(
+                f"{where}: {name} must be a function or None, not {type(function).__name__}"
+            )
+        registration = Registration(kind, function)
+        self._new.append((registration, lifetime, owner, f"{where}.{name}"))
+        facts: Kind = KINDS[kind]
+        if slot is None:
+            trampoline = facts.trampolines[0]
+        else:
+            trampoline = facts.trampolines[list(facts.slots).index(slot)]
+            lib.ggml_cffi_set_slot(facts.slots[slot], registration.userdata)
+        return ffi.addressof(lib, trampoline), registration.userdata
+
+    def result(self, value: Any) -> None:
+        """The object that owns the callbacks whose lifetime is that of the result."""
+        self._result = value
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for registration, lifetime, owner, where in self._new:
+            if error is not None or lifetime == "call":
+                registration.drop()
+            elif lifetime == "replaced":
+                key = (registration.kind, where, _address(owner))
+                with _lock:
+                    before = _replaced.pop(key, None)
+                    _replaced[key] = registration
+                if before is not None:
+                    before.drop()
+                if owner is not None:
+                    _own(owner, registration)
+            elif lifetime in ("object", "result"):
+                _own(owner if lifetime == "object" else self._result, registration)
+
+
+def _address(owner: Any) -> int:
+    return 0 if owner is None else int(ffi.cast("uintptr_t", owner))
+
+
+def _own(owner: Any, registration: Registration) -> None:
+    with _lock:
+        owners.setdefault(_address(owner), []).append(registration)
+
+
+def release(owner: Any) -> None:
+    """`owner` has been freed: its callbacks go with it."""
+    with _lock:
+        gone = owners.pop(_address(owner), ())
+    for registration in gone:
+        registration.drop()
+        for key in [k for k, r in _replaced.items() if r is registration]:
+            _replaced.pop(key, None)
+
+
+# ---- exceptions on their way out
+
+
+def raise_later(error: BaseException) -> None:
+    """Let `error` come out of the C call that this thread is in."""
+    _raised.errors.append(error)
+    lib.ggml_cffi_callback_raised()
+
+
+def take_raised(function: str) -> BaseException:
+    """The first exception that a callback raised during the call that has just ended."""
+    pending, _raised.errors = _raised.errors, []
+    return pending[0] if pending else RuntimeError(f"{function}: a callback failed")
+
+
+# ---- the Python side of every trampoline
+
+
+def _convert(converter: str, value: Any) -> Any:
+    if converter == "string":
+        return text(value)
+    if converter.startswith("enum:"):
+        from ._gen import enums
+
+        try:
+            return getattr(enums, converter[5:])(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _default(facts: Kind) -> Any:
+    if facts.returns in ("void", "struct"):
+        return None
+    return False if facts.returns == "bool" else 0
+
+
+def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
+    """The function behind the trampoline of a kind."""
+    by_out = facts.returns == "struct"
+    position = facts.userdata
+    default = _default(facts)
+
+    def call(*args: Any) -> Any:
+        out = args[-1] if by_out else None
+        given = args[:-1] if by_out else args
+        index = len(given) - 1 if position is None else position
+        registration = _table.get(int(ffi.cast("uintptr_t", given[index])))
+        if registration is None or registration.function is None:
+            return default
+        try:
+            values = [
+                _convert(converter, value)
+                for converter, value in zip(
+                    facts.converters, given[:index] + given[index + 1 :], strict=True
+                )
+            ]
+            result = registration.function(*values)
+            if out is not None:
+                out[0] = result
+                return None
+            if facts.returns == "void":
+                return None
+            return _checked(name, facts, result)
+        except BaseException as error:  # noqa: B036 - it comes out of the C call
+            raise_later(error)
+            return default
+
+    return call
+
+
+def _checked(name: str, facts: Kind, result: Any) -> Any:
+    if facts.returns == "bool":
+        if not isinstance(result, bool):
+            raise TypeError(f"a {name} must return a bool, not {type(result).__name__}")
+        return result
+    if facts.returns == "number":
+        return int(result)
+    return result
+
+
+def _split(tensor: Any, userdata: Any, out: Any) -> None:
+    """The split function's trampoline: `out` holds MIRRORED already."""
+    registration = _table.get(int(ffi.cast("uintptr_t", userdata)))
+    if registration is None:
+        return
+    function: Any = registration.function
+    try:
+        info = tensor_info(tensor)
+        address = int(ffi.cast("uintptr_t", tensor))
+        state = function.answer(
+            info,
+            address,
+            bool(tensor.data),
+            raise_later=raise_later,
+            buffer=_address(tensor.buffer),
+            failing=bool(_raised.errors),
+        )
+        fill(state, out, function.n_devs)
+    except BaseException as error:  # noqa: B036 - ggml must get an answer; out is MIRRORED
+        raise_later(error)
+
+
+def _define() -> None:
+    for name, facts in KINDS.items():
+        body = _split if name == _SPLIT else _dispatcher(name, facts)
+        ffi.def_extern(name=f"ggml_cffi_py_{name}")(body)
+
+
+@ffi.def_extern(name="ggml_cffi_py_log")  # type: ignore[untyped-decorator]
+def _log(level: int, line: Any) -> None:
+    try:
+        receive(level, ffi.string(line).decode("utf-8", "replace"))
+    except BaseException:  # noqa: B036 - a log line must never break the call that wrote it
+        logging.getLogger("ggml_cffi").debug("a log handler failed", exc_info=True)
+
+
+_define()
+
+# ---- the split functions of meta devices
+
+
+#: Meta devices by the address of their ggml device: ggml never frees one.
+_meta: dict[int, SplitFunction] = {}
+
+
+def new_split_callback(function: SplitFunction) -> tuple[Any, Any]:
+    """The C function and the userdata through which ggml asks `function`; never reused."""
+    registration = Registration(_SPLIT, function)  # type: ignore[arg-type]
+    return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), registration.userdata
+
+
+def remember_meta_device(device: Any, function: SplitFunction) -> None:
+    """`device` is a meta device that asks `function`."""
+    _meta[_address(device)] = function
+
+
+def split_function_of(device: Any) -> SplitFunction | None:
+    """The split function of a meta device, None for any other device."""
+    return _meta.get(_address(device))
+
+
+def latched_error(values: tuple[Any, ...]) -> BaseException | None:
+    """The error that closed the latch of a meta device that one of a call's arguments is on."""
+    if not _meta:
+        return None
+    for value in values:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            device = _device_of(item)
+            function = _meta.get(_address(device)) if device else None
+            if function is not None and function.error is not None:
+                return function.error
+    return None
+
+
+def _device_of(value: Any) -> Any:
+    """The device behind a handle, None if it has none."""
+    if not isinstance(value, ffi.CData) or not value:
+        return None
+    name = ffi.typeof(value).cname
+    if name == "struct ggml_backend_device *":
+        return value
+    if name == "struct ggml_backend *":
+        return lib.ggml_backend_get_device(value)
+    if name == "struct ggml_backend_buffer_type *":
+        return lib.ggml_backend_buft_get_device(value)
+    if name == "struct ggml_backend_buffer *":
+        return _device_of(lib.ggml_backend_buffer_get_type(value))
+    if name == "struct ggml_tensor *":
+        base = value.view_src or value
+        return _device_of(base.buffer)
+    if name == "struct ggml_cgraph *":
+        for index in range(lib.ggml_graph_n_nodes(value)):
+            node = lib.ggml_graph_node(value, index)
+            for tensor in (node, *(source for source in node.src if source)):
+                found = _device_of(tensor)
+                if found and _address(found) in _meta:
+                    return found
+    return None
+
+
+def _close() -> None:
+    """The interpreter ends: from here on ggml's callbacks get their safe values."""
+    lib.ggml_cffi_close()
+    flush()
+
+
+lib.ggml_cffi_install()
+atexit.register(_close)

@@ -1,0 +1,384 @@
+"""What the generated capi functions call: conversions on the way in, errors on the way out.
+
+The fast path of a wrapper never comes here but for strings, arrays and buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from . import errors
+from ._loader import ffi, lib
+
+NULL = ffi.NULL
+_CData = ffi.CData
+
+# ggml_cffi::error_kind of ggml/guard.hpp
+_ABORTED, _NULL_ARGUMENT, _BAD_ENUMERATOR, _NOT_ALLOWED = 1, 2, 3, 4
+_OUT_OF_MEMORY, _CPP_EXCEPTION, _CALLBACK_RAISED = 5, 6, 7
+
+_DTYPES = {
+    "bool": "?", "_Bool": "?", "int8_t": "i1", "uint8_t": "u1", "int16_t": "i2", "uint16_t": "u2",
+    "int": "i4", "int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8",
+    "size_t": "u8", "float": "f4", "double": "f8", "ggml_fp16_t": "u2",
+}  # fmt: skip
+
+#: "file:line: text", and the assertion of an operation that a backend does not have.
+_PLACE = re.compile(r"(.*?):(\d+): ")
+_MISSING = re.compile(r"GGML_ASSERT\(\w+->iface\.(\w+)(?: != NULL)?\) failed")
+
+
+class Spec(NamedTuple):
+    """Facts about a bound function for its error messages."""
+
+    visible: tuple[str, ...]
+    c_args: tuple[str, ...]
+    required: tuple[str, ...]
+    plain: tuple[str, ...]
+    enums: Mapping[str, str]
+    reason: str
+    error: str
+    free: str
+    returns: str
+
+
+class Kind(NamedTuple):
+    """A callback kind: where its userdata stands, how its arguments reach Python."""
+
+    userdata: int | None
+    converters: tuple[str, ...]
+    returns: str
+    threads: str
+    trampolines: tuple[str, ...]
+    slots: Mapping[str, int]
+    c_returns: str
+
+
+class Coverage(NamedTuple):
+    """What of the headers is bound.
+
+    `left_out` names each declared function that is not, with the reason; `absent` those that the
+    default release has and this build lacks.
+    """
+
+    declared: tuple[str, ...]
+    bound: tuple[str, ...]
+    left_out: Mapping[str, str]
+    absent: tuple[str, ...]
+
+
+# ---- in
+
+
+def string(value: object, function: str, name: str, nullable: bool) -> Any:
+    """`value` as a C string: str as UTF-8, bytes and paths as they are."""
+    if type(value) is str:
+        data = value.encode("utf-8", "surrogateescape")
+    elif value is None:
+        if nullable:
+            return NULL
+        raise ValueError(f"{function}: {name} must not be None")
+    elif isinstance(value, _CData):
+        return value
+    elif isinstance(value, str | bytes | os.PathLike):
+        data = os.fsencode(value)
+    else:
+        raise TypeError(f"{name} must be str, bytes or a path, not {type(value).__name__}")
+    if 0 in data:
+        raise ValueError(f"{function}: {name} contains a NUL character: {value!r}")
+    return data
+
+
+def text(value: Any) -> str | None:
+    """A C string as str, NULL as None; bytes that are no UTF-8 are kept as surrogates."""
+    if not value:
+        return None
+    data: bytes = ffi.string(value)
+    return data.decode("utf-8", "surrogateescape")
+
+
+def out(value: Any, kind: str) -> Any:
+    """An out-parameter's pointer or string, NULL as None."""
+    if kind == "string":
+        return text(value)
+    return value if value else None
+
+
+def struct(
+    ctype: str, value: object, fields: Mapping[str, object], function: str
+) -> Any:
+    """A struct by value: as given, or made from the keywords that were."""
+    given = {name: field for name, field in fields.items() if field is not ...}
+    if value is None:
+        made = ffi.new(f"{ctype} *")
+        for name, field in given.items():
+            try:
+                setattr(made, name, NULL if field is None else field)
+            except (TypeError, OverflowError) as error:
+                raise type(error)(f"{name}: {error}") from None
+        return made[0]
+    if given:
+        raise TypeError(f"{function}: both a struct and the keywords {', '.join(given)} were given")
+    return value
+
+
+def reference(value: Any, nullable: bool) -> Any:
+    """A pointer to a struct; a struct itself is taken by its address."""
+    if value is None:
+        return NULL if nullable else value
+    if isinstance(value, _CData) and ffi.typeof(value).kind in ("struct", "union"):
+        return ffi.addressof(value)
+    return value
+
+
+def array(
+    element: str,
+    value: Any,
+    function: str,
+    name: str,
+    *,
+    nullable: bool = False,
+    unique: bool = False,
+    minimum: int = 0,
+    fixed: int | None = None,
+    writes: bool = False,
+) -> tuple[Any, int]:
+    """A C array and its length, from a sequence or, for numbers, a NumPy array."""
+    if value is None:
+        if nullable:
+            return NULL, 0
+        raise ValueError(f"{function}: {name} must not be None")
+    if isinstance(value, _CData):
+        kind = ffi.typeof(value).kind
+        if kind != "array":
+            raise TypeError(f"{name} is a bare pointer: its length is not known; give a sequence")
+        length = len(value)
+        pointer = value
+    elif isinstance(value, np.ndarray):
+        pointer, length = _from_numpy(element, value, function, name, writes)
+    elif isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence, not {type(value).__name__}")
+    else:
+        pointer, length = _from_sequence(element, value, function, name, unique)
+    if fixed is not None and length != fixed:
+        raise ValueError(f"{function}: {name} must have {fixed} elements, not {length}")
+    if length < minimum:
+        raise ValueError(
+            f"{function}: {name} must have at least {minimum} element{'s' * (minimum > 1)}"
+        )
+    return pointer, length
+
+
+def _from_sequence(
+    element: str, value: Sequence[Any], function: str, name: str, unique: bool
+) -> tuple[Any, int]:
+    items: list[Any] = list(value)
+    if element.replace(" ", "").replace("const", "") == "char*":
+        # the C array keeps pointers only; the strings live as long as it does
+        encoded = [string(item, function, f"{name}[{i}]", False) for i, item in enumerate(items)]
+        strings = [ffi.from_buffer("char[]", data + b"\0") for data in encoded]
+        made = ffi.new(f"{element}[]", strings)
+        return ffi.gc(made, lambda _, keep=strings: None), len(items)
+    if "*" in element or element.endswith("_t") and element not in _DTYPES:
+        for index, item in enumerate(items):
+            if item is None or (isinstance(item, _CData) and item == NULL):
+                raise ValueError(f"{function}: {name}[{index}] must not be NULL or None")
+        if unique:
+            for index, item in enumerate(items):
+                first = items.index(item)
+                if first != index:
+                    raise ValueError(
+                        f"{function}: {name}[{first}] and {name}[{index}] are the same object"
+                    )
+    elif any(isinstance(item, float) for item in items) and _DTYPES.get(element, "f")[0] != "f":
+        raise TypeError(f"{name} must hold integers, not floats")
+    return ffi.new(f"{element}[]", items), len(items)
+
+
+def _from_numpy(
+    element: str, value: Any, function: str, name: str, writes: bool
+) -> tuple[Any, int]:
+    wanted = _DTYPES.get(element)
+    if wanted is None:
+        raise TypeError(f"{name} must be a sequence of {element}, not a NumPy array")
+    dtype = np.dtype(wanted)
+    if writes:
+        if value.dtype != dtype or not value.flags.c_contiguous or not value.flags.writeable:
+            raise ValueError(
+                f"{function}: {name} must be a writable, contiguous array of {dtype}, "
+                f"not {value.dtype}"
+            )
+    else:
+        if not np.can_cast(value.dtype, dtype, "same_kind"):
+            raise TypeError(f"{name} must be an array of {dtype}, not {value.dtype}")
+        converted = np.ascontiguousarray(value, dtype=dtype)
+        if dtype.kind in "iu" and not np.array_equal(converted, value):
+            raise OverflowError(f"{name} has values that do not fit {dtype}")
+        value = converted
+    return ffi.from_buffer(f"{element}[]", value, require_writable=writes), value.size
+
+
+def buffer(
+    value: Any, size: int | None, function: str, name: str, *, nullable: bool, writes: bool
+) -> tuple[Any, int]:
+    """The address of a buffer, and how many bytes of it are meant."""
+    if value is None:
+        if nullable:
+            return NULL, size or 0
+        raise ValueError(f"{function}: {name} must not be None")
+    if isinstance(value, _CData):
+        if size is None:
+            if ffi.typeof(value).kind == "array":
+                return value, ffi.sizeof(value)
+            raise TypeError(f"{name} is a bare pointer: the size must be given")
+        return value, size
+    try:
+        view = ffi.from_buffer("char[]", value, require_writable=writes)
+    except (TypeError, BufferError) as error:
+        raise TypeError(f"{name}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{function}: {name}: {error}") from None
+    have = len(view)
+    if size is None:
+        return view, have
+    if size > have:
+        raise ValueError(f"{function}: {name} has {have} bytes, fewer than the {size} asked for")
+    return view, size
+
+
+def deprecated(function: str, hint: str) -> None:
+    """Warn in the name of the caller of a deprecated function."""
+    warnings.warn(f"{function} is deprecated: {hint}", DeprecationWarning, stacklevel=3)
+
+
+# ---- errors
+
+
+def spec(function: str) -> Spec:
+    """The facts of a bound function."""
+    from ._gen.tables import SPECS
+
+    found: Spec = SPECS[function]
+    return found
+
+
+def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Exception:
+    """The exception for arguments that cffi or a conversion did not take."""
+    facts = spec(function)
+    types = dict(
+        zip(facts.c_args, ffi.typeof(ffi.addressof(lib, function)).args, strict=True)
+    )
+    for name, value in zip(facts.visible, values, strict=True):
+        if value is None and name in facts.required:
+            return ValueError(f"{function}: {name} must not be NULL or None")
+    for name in facts.plain:
+        value = values[facts.visible.index(name)]
+        try:  # cffi does not say which argument it was: try each by itself
+            ffi.new(ffi.getctype(types[name], "[1]"), [value])
+        except (TypeError, OverflowError) as why:
+            return type(why)(f"{function}: {name}: {why}, not {value!r}")
+    return type(error)(f"{function}: {error}")
+
+
+def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:
+    """The exception for a call that did not come back well; the thread's error is consumed."""
+    facts = spec(function)
+    kind = lib.ggml_cffi_error()
+    message = _decode(lib.ggml_cffi_error_text())
+    log = _decode(lib.ggml_cffi_error_log()).strip()
+    lib.ggml_cffi_clear()
+    if kind == _CALLBACK_RAISED:
+        return _from_callback(function, facts, values)
+    if kind == _ABORTED:
+        return _with_cause(_abort(function, message), values)
+    if kind == _NULL_ARGUMENT:
+        name = facts.c_args[lib.ggml_cffi_error_index()]
+        return ValueError(f"{function}: {name} must not be NULL or None")
+    if kind == _BAD_ENUMERATOR:
+        name = facts.c_args[lib.ggml_cffi_error_index()]
+        enum = facts.enums.get(name, "enumerator")
+        return ValueError(f"{function}: {name} is {message}, which is no {enum}")
+    if kind == _NOT_ALLOWED:
+        return ValueError(f"{function}: requires {message}")
+    if kind == _OUT_OF_MEMORY:
+        return MemoryError(f"{function}: out of memory ({message})")
+    if kind == _CPP_EXCEPTION:
+        return _with_cause(errors.GGMLError(f"{function}: {message}"), values)
+    if status:
+        return _with_cause(_status(function, status, log), values)
+    default = "returned false" if facts.returns == "success" else "returned NULL"
+    reason = log or facts.reason or default
+    name = facts.error
+    error = MemoryError if name == "MemoryError" else getattr(errors, name)
+    return _with_cause(error(f"{function}: {reason}"), values)
+
+
+def _decode(value: Any) -> str:
+    return text(value) or ""
+
+
+def _abort(function: str, message: str) -> errors.GGMLError:
+    missing = _MISSING.search(message)
+    if missing:
+        return errors.NotSupportedError(
+            f"{function}: the backend has no {missing.group(1)} ({message})"
+        )
+    place = _PLACE.match(message)
+    if place is None:
+        return errors.AbortError(message, function=function)
+    return errors.AbortError(message, place.group(1), int(place.group(2)), function)
+
+
+def _status(function: str, status: int, log: str) -> errors.StatusError:
+    name = _decode(lib.ggml_status_to_string(status)) or str(status)
+    message = f"{function}: {name}" + (f" ({log})" if log else "")
+    if status == lib.GGML_STATUS_ALLOC_FAILED:
+        return errors.StatusMemoryError(message, status=status)
+    return errors.StatusError(message, status=status)
+
+
+def _with_cause(error: BaseException, values: tuple[Any, ...]) -> BaseException:
+    """Name the error that closed a meta device's latch as the cause of what followed from it."""
+    from . import _callbacks
+
+    error.__cause__ = _callbacks.latched_error(values)
+    return error
+
+
+def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseException:
+    """The exception of the Python callback; a result already made is freed first."""
+    from . import _callbacks
+
+    orphan = lib.ggml_cffi_take_orphan()
+    if orphan and facts.free:
+        if facts.free == "ggml_backend_buffer_free":
+            made = ffi.cast("struct ggml_backend_buffer *", orphan)
+            for value in values:
+                if isinstance(value, _CData) and ffi.typeof(value) is _CONTEXT:
+                    lib.ggml_cffi_forget_buffer(value, made)
+        free = getattr(lib, facts.free)
+        free(ffi.cast(ffi.typeof(free).args[0], orphan))
+        lib.ggml_cffi_clear()
+    return _callbacks.take_raised(function)
+
+
+_CONTEXT = ffi.typeof("struct ggml_context *")
+
+
+def absent(function: str) -> Callable[..., NoReturn]:
+    """The stand-in for a function that the default release has and this build lacks."""
+
+    def missing(*args: object, **kwargs: object) -> NoReturn:
+        from ._gen.build_info import GGML_VERSION
+
+        raise errors.NotSupportedError(f"{function} is not in this build (ggml {GGML_VERSION})")
+
+    missing.__name__ = missing.__qualname__ = function
+    missing.__doc__ = f"Raises NotSupportedError: this build has no ``{function}``."
+    return missing

@@ -1,0 +1,17 @@
+"""The C API of ggml, thin: every bound function under its C name, with enums and constants.
+
+A call that fails raises: an abort of ggml is an `AbortError`, a failed ``ggml_status`` a
+`StatusError`, NULL from a function that may fail a `GGMLError` with the reason, NULL or None for an
+argument that may not be NULL a ValueError. Pointers are opaque cffi cdata and yours to free: using
+one after its free, or freeing it twice, is not caught at this level. A ggml context, and what is
+made in it, is for one thread at a time. Every call releases the GIL.
+
+Where C takes an array and its length, Python gives a sequence; what C writes through a pointer is
+returned; a struct by value is made from keywords; a callback is a Python function.
+`__coverage__` says what of the headers is bound.
+"""
+
+from ._gen.capi import *  # noqa: F403
+from ._gen.capi import __coverage__ as __coverage__
+from ._overrides import *  # noqa: F403
+from .enums import *  # noqa: F403
