@@ -134,23 +134,25 @@ def _check_served(module: Any, info: ModuleType) -> None:
             served[name] = os.fsdecode(ffi.string(path))
     version, commit = _text(module, "ggml_version"), _text(module, "ggml_commit")
     same = version in (None, info.GGML_VERSION) and commit in (None, info.GGML_COMMIT)
-    if info.SYSTEM_LIBDIR is None:
+    strange: list[str] = []
+    if info.SYSTEM_LIBDIR is None:  # a system's libraries may be found elsewhere, if they are those
         strange = [n for n, path in served.items() if not _same_file(path, expected[n])]
-    else:
-        strange = []
     if same and not strange:
         return
     name = strange[0] if strange else next(iter(served), "ggml-base")
+    if strange:
+        advice = (
+            "Another ggml in this process stands in for it: import ggml_cffi before that one, and "
+            "without GGML_CFFI_NO_DEEPBIND"
+        )
+    elif info.SYSTEM_LIBDIR is not None:
+        advice = f"The system's ggml has changed: {_REBUILD}"
+    else:
+        advice = f"The files of the package are not of one build: {_REBUILD}"
     raise ImportError(
         f"ggml_cffi was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in "
         f"{expected.get(name, name)}, but it is served by ggml {version} ({commit}) in "
-        f"{served.get(name, 'an unknown file')}. "
-        + (
-            "Another ggml in this process stands in for it; import ggml_cffi before that one, and "
-            "without GGML_CFFI_NO_DEEPBIND"
-            if strange
-            else "The system's ggml has changed; " + _REBUILD
-        )
+        f"{served.get(name, 'an unknown file')}. {advice}"
     )
 
 
