@@ -23,7 +23,11 @@ from codegen.prefix import Prefix  # noqa: E402
 MODULE = "ggml_cffi._gen._ggml"
 
 # Which function tells where a library was loaded from; in headers that every release has.
-_WITNESSES = {"ggml-base": "ggml_init", "ggml": "ggml_backend_reg_count", "ggml-cpu": "ggml_backend_cpu_reg"}
+_WITNESSES = {
+    "ggml-base": "ggml_init",
+    "ggml": "ggml_backend_reg_count",
+    "ggml-cpu": "ggml_backend_cpu_reg",
+}
 
 _LOADER_CDEF = "const char *ggml_cffi_library_of(const char *library);"
 _LOADER_SOURCE = """
@@ -47,7 +51,7 @@ static const char *ggml_cffi_library_of(const char *library) {{
 
 
 def limited_api() -> bool:
-    """Tell whether this Python takes abi3 extensions: not if it is free-threaded or a debug build."""
+    """Tell whether this Python takes abi3 extensions: no free-threaded or debug build does."""
     return not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "gettotalrefcount"))
 
 
@@ -64,7 +68,10 @@ def prepare(prefix: Prefix, gen: Path, libs: Path) -> cffi.FFI:
 
 
 def ffibuilder(
-    generated: codegen.Generated, prefix: Prefix, libs: Path, environ: Mapping[str, str] = os.environ
+    generated: codegen.Generated,
+    prefix: Prefix,
+    libs: Path,
+    environ: Mapping[str, str] = os.environ,
 ) -> cffi.FFI:
     """Describe the extension to cffi: linked to the copies in ``libs``, or to a system prefix."""
     witnesses = "\n".join(

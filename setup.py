@@ -11,7 +11,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build import build
@@ -32,7 +32,7 @@ ABI3 = not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "gettota
 class Build(build):
     """The build command, with a folder per ggml."""
 
-    sub_commands = [("build_ggml", None), *build.sub_commands]
+    sub_commands: ClassVar = [("build_ggml", None), *build.sub_commands]
     prefix: Prefix | None = None
 
     def finalize_options(self) -> None:
@@ -54,7 +54,7 @@ class BuildGgml(Command):
     """Sub-command of build: find ggml, generate the code for it, copy its libraries."""
 
     description = "find ggml, generate the binding, copy the libraries"
-    user_options: list[tuple[str, str | None, str]] = []
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
 
     def initialize_options(self) -> None:
         self.editable_mode = False
@@ -71,9 +71,9 @@ class BuildGgml(Command):
             from codegen.prefix import BuildError
         except ImportError as error:
             raise _exit(
-                f"the build requirement {error.name} is missing\n  what to do: build with isolation "
-                "(without --no-build-isolation), or install what build-system.requires of "
-                "pyproject.toml lists"
+                f"the build requirement {error.name} is missing\n"
+                "  what to do: build with isolation (without --no-build-isolation), or install "
+                "what build-system.requires in pyproject.toml lists"
             ) from None
         try:
             self._run()
@@ -131,8 +131,8 @@ class BuildGgml(Command):
         """Map outputs to where an editable install has them, for setuptools' strict mode."""
         if not self.editable_mode:
             return {}
-        source = Path("src", PACKAGE)
-        return {str(Path(self.build_lib, PACKAGE, path)): str(source / path) for path in self._made()}
+        lib, source = Path(self.build_lib, PACKAGE), Path("src", PACKAGE)
+        return {str(lib / path): str(source / path) for path in self._made()}
 
     def _made(self) -> list[Path]:
         work = self._work()
@@ -158,6 +158,8 @@ def _exit(text: str) -> SystemExit:
 setup(
     cmdclass={"build": Build, "build_ggml": BuildGgml, "build_ext": BuildExt},
     # Filled in by build_ggml: an sdist must not list what is generated.
-    ext_modules=[Extension(f"{PACKAGE}._gen._ggml", sources=[], language="c++", py_limited_api=ABI3)],
+    ext_modules=[
+        Extension(f"{PACKAGE}._gen._ggml", sources=[], language="c++", py_limited_api=ABI3)
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if ABI3 else {},
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -17,15 +18,15 @@ from .elf import read_library
 from .prefix import BuildError, Prefix
 
 # What every process shares is never copied.
-_RUNTIME = ("libc.", "libm.", "libdl.", "librt.", "libpthread.", "libgcc_s.", "libstdc++.", "ld-linux")
+_RUNTIME = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.|ld-linux")
 
 
 def copy_libraries(prefix: Prefix, dest: Path) -> list[Path]:
     """Copy the libraries of ``prefix`` to the folder ``dest``, isolated; return the new files.
 
-    A linkable library becomes ``libX-<key>.so``. A loadable backend keeps its name, since ggml looks
-    for ``libggml-cpu-*.so`` and the like; ``ggml_backend_load_all_from_path(dest)`` loads it. Private
-    libraries that come with that ggml (found through a runpath inside the prefix) are copied as well.
+    A linkable library becomes ``libX-<key>.so``. A loadable backend keeps its name, since ggml
+    looks for ``libggml-cpu-*.so`` and the like; ``ggml_backend_load_all_from_path(dest)`` loads it.
+    Private libraries that come with that ggml (found through a runpath in it) are copied as well.
 
     Raises BuildError if patchelf is missing or fails.
     """
@@ -49,7 +50,8 @@ def write_license(prefix: Prefix, notice: Path, dest: Path) -> None:
     for path in prefix.licenses:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
         if text not in parts:
-            parts.append(f"The libraries were taken from {prefix.origin.split('=')[0]}, which says:\n\n{text}")
+            source = prefix.origin.partition("=")[0]  # no path of this machine
+            parts.append(f"The libraries were taken from {source}, which says:\n\n{text}")
     dest.write_text(f"\n\n{'-' * 79}\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -102,7 +104,7 @@ def _copy(
         folder, private = _found_in(need, source, library.runpath, prefix.root)
         if folder is None:
             continue
-        if private and not need.startswith(_RUNTIME):
+        if private and not _RUNTIME.match(need):
             if not (dest.parent / need).exists():
                 _copy(tool, prefix, folder / need, dest.parent / need, need, renames)
         elif str(folder) not in runpath:
@@ -133,10 +135,11 @@ def _found_in(
 
 def _check_isolated(path: Path, prefix: Prefix) -> None:
     copy = read_library(path)
-    left = [n for n in (copy.needed if copy else ()) if n.startswith("libggml") and prefix.key not in n]
+    needed = copy.needed if copy else ()
+    left = [name for name in needed if name.startswith("libggml") and prefix.key not in name]
     if left:
         raise BuildError(
-            f"{path.name} needs {', '.join(left)}, which is not among the libraries of {prefix.libdir}",
+            f"{path.name} needs {', '.join(left)}, which the ggml of {prefix.root} lacks",
             looked=[f"{name} in {prefix.libdir}" for name in left],
             advice="install a complete ggml there, or name another prefix in GGML_CFFI_PREFIX",
         )

@@ -1,4 +1,4 @@
-"""What the build must know of a shared library: read from its ELF file, never guessed from its name."""
+"""What the build must know of a shared library, read from its ELF file."""
 
 from __future__ import annotations
 
@@ -33,13 +33,20 @@ def read_library(path: Path) -> Library | None:
             tags = list(dynamic.iter_tags())
         except ELFError:
             return None
-        needed = tuple(str(tag.needed) for tag in tags if tag.entry.d_tag == "DT_NEEDED")
-        soname = next((str(tag.soname) for tag in tags if tag.entry.d_tag == "DT_SONAME"), None)
-        # DT_RPATH counts only where there is no DT_RUNPATH.
-        runpath = next((tag.runpath for tag in tags if tag.entry.d_tag == "DT_RUNPATH"), None)
-        if runpath is None:
-            runpath = next((tag.rpath for tag in tags if tag.entry.d_tag == "DT_RPATH"), "")
-    return Library(machine, soname, needed, tuple(part for part in runpath.split(":") if part))
+        found: dict[str, list[str]] = {}
+        for tag in tags:
+            kind = str(tag.entry.d_tag)
+            if kind in ("DT_NEEDED", "DT_SONAME", "DT_RUNPATH", "DT_RPATH"):
+                # pyelftools gives the text under the name of the tag, in lower case.
+                found.setdefault(kind, []).append(getattr(tag, kind[3:].lower()))
+    # DT_RPATH counts only where there is no DT_RUNPATH.
+    runpath = (found.get("DT_RUNPATH") or found.get("DT_RPATH") or [""])[0]
+    return Library(
+        machine=machine,
+        soname=found.get("DT_SONAME", [None])[0],
+        needed=tuple(found.get("DT_NEEDED", [])),
+        runpath=tuple(part for part in runpath.split(":") if part),
+    )
 
 
 def exported_symbols(path: Path) -> set[str]:

@@ -78,7 +78,7 @@ class Prefix:
         return digest.hexdigest()[:10]
 
     def library_file(self, name: str) -> str:
-        """Give the file name under which library ``name`` lies in ``_libs``; it is its SONAME too."""
+        """Give the file name, and SONAME, of the copy of library ``name`` in ``_libs``."""
         return f"lib{name}-{self.key}.so"
 
 
@@ -92,7 +92,8 @@ def find_prefix(environ: Mapping[str, str]) -> Prefix:
     """
     link = environ.get("GGML_CFFI_LINK", "")
     if link not in ("", "copy", "system"):
-        raise BuildError(f"GGML_CFFI_LINK is {link!r}", advice="set it to copy or system, or unset it")
+        advice = "set it to copy or system, or unset it"
+        raise BuildError(f"GGML_CFFI_LINK is {link!r}", advice=advice)
     if named := environ.get("GGML_CFFI_PREFIX"):
         root = Path(os.path.abspath(os.path.expanduser(named)))
         origin = f"GGML_CFFI_PREFIX={named}"
@@ -100,8 +101,8 @@ def find_prefix(environ: Mapping[str, str]) -> Prefix:
         if link == "system":
             raise BuildError(
                 "GGML_CFFI_LINK=system without GGML_CFFI_PREFIX",
-                advice="name the install prefix of ggml in GGML_CFFI_PREFIX; the libraries of the "
-                f"{DISTRIBUTION} package are gone after an isolated build, so they are always copied",
+                advice="name the install prefix of ggml in GGML_CFFI_PREFIX; the libraries of "
+                f"{DISTRIBUTION} are gone after an isolated build, so they are always copied",
             )
         root = _installed_distribution()
         origin = f"the installed {DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
@@ -201,7 +202,7 @@ def _missing_library(name: str, folders: list[Path], origin: str) -> BuildError:
 
 
 def _find_libraries(root: Path, libdir: Path) -> tuple[dict[str, Path], tuple[Path, ...]]:
-    """Give one real file per linkable library (libX.so, .so.0 and .so.0.20.2 are one), and modules."""
+    """Give one file per linkable library (libX.so, .so.0 and .so.0.20.2 are one), and modules."""
     libraries: dict[str, Path] = {}
     modules: dict[str, Path] = {}
     for folder in _library_folders(root, libdir):
@@ -260,7 +261,7 @@ def _read_version(base: Path, libdir: Path, origin: str) -> tuple[str, str]:
     if not version:
         raise BuildError(
             f"the version of ggml is not known ({origin})",
-            looked=["ggml_version() in " + str(base), f"a CMake version file in {libdir}/cmake/ggml"],
+            looked=[f"ggml_version() in {base}", f"a CMake version file in {libdir}/cmake/ggml"],
             advice="use a newer ggml, or one installed by `cmake --install`",
         )
     return version, commit or _cmake_value(libdir, "GGML_BUILD_COMMIT") or "unknown"

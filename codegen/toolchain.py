@@ -43,7 +43,8 @@ def check_platform(
 def find_compiler(environ: Mapping[str, str]) -> str:
     """Give the command of a C++17 compiler: ``CXX``, else that of Python's own build, else c++.
 
-    Raises BuildError if there is none, if it does not know C++17, or if Python's headers are missing.
+    Raises BuildError if there is none, if it does not know C++17, or if Python's headers are
+    missing.
     """
     named = environ.get("CXX")
     candidates = [named] if named else [sysconfig.get_config_var("CXX"), "c++", "g++", "clang++"]

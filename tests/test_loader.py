@@ -48,7 +48,10 @@ def other() -> str:
     return str(find_prefix({}).libdir)
 
 
-def run(package: Path, code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+Result = subprocess.CompletedProcess[str]
+
+
+def run(package: Path, code: str, *arguments: str, **environ: str) -> Result:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_", "PYTHONFAULT"))}
     return subprocess.run(
         [sys.executable, "-c", PROLOGUE + code, *arguments],
@@ -134,7 +137,10 @@ def test_deepbind_is_left_out_under_a_sanitizer() -> None:
 
 
 def test_ggml_starts_no_debugger(package: Path) -> None:
-    code = "import ggml_cffi; print(getenv(b'GGML_NO_BACKTRACE'), 'GGML_NO_BACKTRACE' in os.environ)"
+    code = """
+import ggml_cffi
+print(getenv(b"GGML_NO_BACKTRACE"), "GGML_NO_BACKTRACE" in os.environ)
+"""
     assert output(package, code) == "b'1' False"
     assert output(package, code, GGML_NO_BACKTRACE="0") == "b'0' True"
 
@@ -186,7 +192,8 @@ def test_error_library_missing(package: Path) -> None:
 
 
 def test_error_system_library_missing(package: Path) -> None:
-    edit(package / "_gen" / "build_info.py", "^SYSTEM_LIBDIR = None$", "SYSTEM_LIBDIR = '/opt/ggml/lib'")
+    info = package / "_gen" / "build_info.py"
+    edit(info, "^SYSTEM_LIBDIR = None$", "SYSTEM_LIBDIR = '/opt/ggml/lib'")
     (library,) = (package / "_libs").glob("libggml-base-*.so")
     library.unlink()
     text = import_error(package)
@@ -196,7 +203,8 @@ def test_error_system_library_missing(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("libdir", "advice"), [(None, "are not of one build"), ("/opt/lib", "system's ggml has changed")]
+    ("libdir", "advice"),
+    [(None, "are not of one build"), ("/opt/lib", "system's ggml has changed")],
 )
 @pytest.mark.parametrize("fact", ["GGML_VERSION", "GGML_COMMIT"])
 def test_error_another_version(package: Path, fact: str, libdir: str | None, advice: str) -> None:
@@ -210,11 +218,17 @@ def test_error_another_version(package: Path, fact: str, libdir: str | None, adv
     assert "pip install" in text
 
 
-@pytest.mark.parametrize("platform", ["sys.platform = 'darwin'", "import platform; platform.libc_ver = lambda: ('musl', '1')"])
+@pytest.mark.parametrize(
+    "platform",
+    ["sys.platform = 'darwin'", "import platform; platform.libc_ver = lambda: ('musl', '1')"],
+)
 def test_error_platform(package: Path, platform: str) -> None:
     assert "Linux with glibc only" in import_error(package, f"{platform}; import ggml_cffi")
 
 
 def test_a_library_that_is_not_ours_stays_unbound(package: Path) -> None:
-    code = "from ggml_cffi._loader import ffi, lib; print(lib.ggml_cffi_library_of(b'x') == ffi.NULL)"
+    code = """
+from ggml_cffi._loader import ffi, lib
+print(lib.ggml_cffi_library_of(b"x") == ffi.NULL)
+"""
     assert output(package, code) == "True"

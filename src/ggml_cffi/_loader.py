@@ -1,11 +1,12 @@
 """Imports the extension so that only the ggml it was built for can serve it, and checks that.
 
-Gives `lib` and `ffi`. Raises ImportError, with what to do, where the extension is missing, cannot be
-loaded, or is served by a ggml other than the one it was compiled against.
+Gives `lib` and `ffi`. Raises ImportError, with what to do, where the extension is missing, cannot
+be loaded, or is served by a ggml other than the one it was compiled against.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -48,9 +49,9 @@ def _build_info() -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"ggml_cffi was not built: there is no {PACKAGE / '_gen' / 'build_info.py'}. If this is "
-            "a checkout, run Python elsewhere or build it (python -m pip install -e .); otherwise "
-            + _REBUILD,
+            f"ggml_cffi was not built: there is no {PACKAGE / '_gen' / 'build_info.py'}. If this "
+            "is a checkout, run Python elsewhere or build it (python -m pip install -e .); "
+            f"otherwise {_REBUILD}",
             name=name,
         ) from error
 
@@ -66,14 +67,13 @@ def _check_files(info: ModuleType) -> None:
 def _prepare_process(environ: Mapping[str, str]) -> None:
     """Set up what must be in place before ggml's static initialisers run."""
     if "GGML_NO_BACKTRACE" not in environ:
-        # Else ggml's terminate handler starts gdb where that is installed, and can hang the process.
-        # putenv: C code alone needs to see it.
+        # Else ggml's terminate handler starts gdb where that is installed, and can hang. putenv:
+        # C code alone needs to see it.
         os.putenv("GGML_NO_BACKTRACE", "1")
     if environ.get("GGML_CFFI_NO_FAULTHANDLER") != "1" and not faulthandler.is_enabled():
-        try:
+        # No usable sys.stderr (a service, a captured stream): nowhere to write to.
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
             faulthandler.enable()
-        except (AttributeError, OSError, RuntimeError, ValueError):
-            pass  # no usable sys.stderr (a service, a captured stream): nowhere to write to
 
 
 def _deepbind(environ: Mapping[str, str], maps: str) -> bool:

@@ -20,8 +20,8 @@ class GGMLError(RuntimeError):
 class AbortError(GGMLError):
     """ggml would have ended the process; the process, and what the call was made on, go on.
 
-    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up (None
-    where the message does not say), ``function`` is the C function that was called.
+    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up
+    (None where the message does not say), ``function`` is the C function that was called.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StatusMemoryError(StatusError, MemoryError):
 
 
 class SplitError(GGMLError):
-    """A split function of a meta device raised, or its answer is not valid; the cause says which."""
+    """A split function of a meta device raised, or its answer is invalid; the cause says more."""
 
 
 class NotSupportedError(GGMLError):
