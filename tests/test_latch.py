@@ -71,7 +71,8 @@ def test_an_answer_is_frozen_from_allocation_on():
     assert asker(info()) == HALVES
     for _ in range(3):
         assert asker(info(), allocated=True) == HALVES
-    assert function.asked == ["w"] and asker.split.frozen(1) == HALVES
+    assert function.asked == ["w"]
+    assert asker.split.frozen(1) == HALVES
 
 
 def test_a_renamed_tensor_keeps_its_answer():
@@ -148,13 +149,18 @@ def test_the_latch_closes(answer, error, caplog):
         states = [asker(info(name), address) for address, name in enumerate("abcd")]
     assert states == [HALVES, MIRRORED, MIRRORED, MIRRORED]
     assert function.asked == ["a", "b"]
-    assert type(asker.split.error) is error and asker.split.tensor_name == "b"
-    assert asker.split.latch.closed and not asker.split.closed
+    assert type(asker.split.error) is error
+    assert asker.split.tensor_name == "b"
+    assert asker.split.latch.closed
+    assert not asker.split.closed
     assert asker.raised == []
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and record.name == "ggml_cffi"
-    assert "'b'" in record.getMessage() and error.__name__ in record.getMessage()
-    assert "\n" not in record.getMessage() and record.exc_info is None
+    assert record.levelno == logging.WARNING
+    assert record.name == "ggml_cffi"
+    assert "'b'" in record.getMessage()
+    assert error.__name__ in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert record.exc_info is None
 
 
 def test_nothing_is_printed(capfd):
@@ -186,10 +192,14 @@ def test_the_error_keeps_its_traceback():
 def test_a_latch_keeps_the_first_error():
     latch = ErrorLatch()
     first = ValueError("first")
-    assert not latch.closed and latch.error is None and latch.tensor_name is None
+    assert not latch.closed
+    assert latch.error is None
+    assert latch.tensor_name is None
     assert latch.close(first, "a")
     assert not latch.close(ValueError("second"), "b")
-    assert latch.closed and latch.error is first and latch.tensor_name == "a"
+    assert latch.closed
+    assert latch.error is first
+    assert latch.tensor_name == "a"
 
 
 class Unprintable(Exception):
@@ -217,7 +227,8 @@ def test_a_logging_handler_that_fails():
         assert asker(info()) == MIRRORED
     finally:
         logging.getLogger("ggml_cffi").removeHandler(handler)
-    assert asker.split.latch.closed and asker.raised == []
+    assert asker.split.latch.closed
+    assert asker.raised == []
 
 
 # --- on_error="raise"
@@ -229,9 +240,12 @@ def test_raise_comes_out_of_the_call():
     asker = Asker(function, on_error="raise")
     assert asker(info()) == MIRRORED
     (error,) = asker.raised
-    assert isinstance(error, SplitError) and error.__cause__ is cause
-    assert "'w'" in str(error) and "ZeroDivisionError: the user's" in str(error)
-    assert asker.split.error is None and asker.split.frozen(1) is None
+    assert isinstance(error, SplitError)
+    assert error.__cause__ is cause
+    assert "'w'" in str(error)
+    assert "ZeroDivisionError: the user's" in str(error)
+    assert asker.split.error is None
+    assert asker.split.frozen(1) is None
     assert asker(info()) == HALVES  # the next call asks again
     assert function.asked == ["w", "w"]
 
@@ -240,7 +254,8 @@ def test_raise_with_an_invalid_answer():
     asker = Asker(Recorder({"axis": 1, "ne": [1, 1]}), on_error="raise")
     asker(info())
     (error,) = asker.raised
-    assert isinstance(error, SplitError) and isinstance(error.__cause__, ValueError)
+    assert isinstance(error, SplitError)
+    assert isinstance(error.__cause__, ValueError)
     assert "sums up to 2, expected ne[1] = 12" in str(error)
 
 
@@ -264,7 +279,8 @@ def test_a_failing_call_leaves_other_buffers_alone():
     asker(info("live"), 1, allocated=True, buffer=100)
     asker(info("other"), 2, buffer=200)
     asker(info("b"), 3, buffer=100)
-    assert asker.split.frozen(1) == HALVES and asker.split.frozen(2) == HALVES
+    assert asker.split.frozen(1) == HALVES
+    assert asker.split.frozen(2) == HALVES
 
 
 # --- what is no Exception
@@ -278,7 +294,9 @@ def test_interrupts_come_out_as_they_are(kind, on_error, caplog):
     asker = Asker(function, on_error=on_error)
     assert asker(info()) == MIRRORED
     assert asker.raised == [interrupt]
-    assert asker.split.error is None and asker.split.frozen(1) is None and not caplog.records
+    assert asker.split.error is None
+    assert asker.split.frozen(1) is None
+    assert not caplog.records
     assert asker(info()) == HALVES
 
 
@@ -305,11 +323,13 @@ def test_close_drops_the_function():
     assert big() is not None
     asker.split.close()
     asker.split.close()
-    assert big() is None and asker.split.closed
+    assert big() is None
+    assert asker.split.closed
     assert asker(info("a"), 1, allocated=True) == HALVES  # frozen
     assert asker(info("b"), 2) == MIRRORED
     assert asker(info("a"), 1) == MIRRORED  # allocated anew
-    assert asker.raised == [] and asker.split.error is None
+    assert asker.raised == []
+    assert asker.split.error is None
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -336,13 +356,15 @@ def test_close_drops_what_the_traceback_holds(chained):
     asker(info())
     del function
     error = asker.split.error
-    assert big() is not None and error.__traceback__ is not None
+    assert big() is not None
+    assert error.__traceback__ is not None
     asker.split.close()
     gc.collect()
     assert big() is None
-    assert asker.split.error is error and asker.split.tensor_name == "w"
+    assert asker.split.error is error
+    assert asker.split.tensor_name == "w"
     text = "".join(traceback.format_exception(error))
-    assert "in function" in text and "inside" in text or "raise" in text
+    assert ("in function" in text and "inside" in text) or "raise" in text
 
 
 def test_close_from_inside_the_function():
@@ -357,13 +379,13 @@ def test_close_from_inside_the_function():
 
 @pytest.mark.parametrize("function", [None, 1, "split", {"axis": 10}])
 def test_a_function_that_cannot_be_called(function):
-    with pytest.raises(TypeError, match="split_fn is .*expected a function"):
+    with pytest.raises(TypeError, match=r"split_fn is .*expected a function"):
         SplitFunction(function, 2)
 
 
 @pytest.mark.parametrize("on_error", ["", "Mirror", "ignore", None, 0])
 def test_another_on_error(on_error):
-    with pytest.raises(ValueError, match="on_error is .*expected 'mirror' or 'raise'"):
+    with pytest.raises(ValueError, match=r"on_error is .*expected 'mirror' or 'raise'"):
         SplitFunction(Recorder(HALVES), 2, on_error)
 
 
@@ -379,7 +401,8 @@ def test_a_function_that_leads_to_a_question_about_another_tensor():
 
     asker = Asker(function)
     assert asker(info("outer"), 1) == HALVES
-    assert asker.split.error is None and asker.split.frozen(2) == MIRRORED
+    assert asker.split.error is None
+    assert asker.split.frozen(2) == MIRRORED
 
 
 def test_a_function_that_leads_to_its_own_question():
@@ -402,7 +425,8 @@ def test_a_chain_of_questions_without_end():
 
     asker = Asker(function)
     assert asker(info()) == MIRRORED
-    assert isinstance(asker.split.error, RecursionError) and len(depth) == MAX_NESTING
+    assert isinstance(asker.split.error, RecursionError)
+    assert len(depth) == MAX_NESTING
 
 
 def test_many_threads():
@@ -426,7 +450,8 @@ def test_many_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert asker.split.error is None and len(seen) == 8
+    assert asker.split.error is None
+    assert len(seen) == 8
     assert all(states == seen[0] for states in seen)  # one answer for a tensor, for all threads
 
 
@@ -465,5 +490,6 @@ def test_many_threads_close_the_latch_once(caplog):
         for thread in threads:
             thread.join()
     assert str(asker.split.error) == asker.split.tensor_name
-    assert len(caplog.records) == 1 and asker.raised == []
+    assert len(caplog.records) == 1
+    assert asker.raised == []
     assert all(asker.split.frozen(i + 1) == MIRRORED for i in range(8))

@@ -46,9 +46,11 @@ def test_info_has_attributes_and_items():
         "block_size",
         "nbytes",
     }
-    assert all(tensor[key] == getattr(tensor, key) for key in tensor.keys())
+    assert all(tensor[key] == getattr(tensor, key) for key in tensor)
     assert dict(tensor) == {key: tensor[key] for key in tensor}
-    assert "name" in tensor and "data" not in tensor and len(tensor) == len(tensor.keys())
+    assert "name" in tensor
+    assert "data" not in tensor
+    assert len(tensor) == len(tensor.keys())
     with pytest.raises(KeyError, match="data"):
         tensor["data"]
     with pytest.raises(AttributeError):
@@ -91,7 +93,8 @@ def test_numbers_of_elements(ne):
     state = check_answer({"axis": 1, "ne": ne, "n_segments": 1}, WIDE, 2)
     assert state == SplitState(SplitAxis.AXIS_1, tuple(int(n) for n in ne))
     assert all(type(n) is int for n in state.ne)
-    assert state.is_split and sum(state.shares) == 12
+    assert state.is_split
+    assert sum(state.shares) == 12
 
 
 def test_n_segments_and_nr_have_defaults():
@@ -125,14 +128,16 @@ def test_mirrored_ignores_ne():
 
 def test_partial_of_f32():
     assert check_answer({"axis": 11}, WIDE, 2) == SplitState.partial()
-    assert not SplitState.partial().is_split and SplitState.partial().shares == ()
+    assert not SplitState.partial().is_split
+    assert SplitState.partial().shares == ()
 
 
 def test_segments_and_repeats():
     tensor = info(8, 4 * 6 + 2 * 4 + 2 * 4)
     qkv = SplitState.segments(1, [[12, 12], [4, 4], [4, 4]])
     grouped = SplitState.segments(1, np.array([[12, 12], [4, 4]]), nr=[1, 2])
-    assert check_answer(qkv, tensor, 2) == qkv and qkv.nr == (1, 1, 1)
+    assert check_answer(qkv, tensor, 2) == qkv
+    assert qkv.nr == (1, 1, 1)
     assert check_answer(grouped, tensor, 2) == grouped
     assert qkv.shares == grouped.shares == (20, 20)
     answer = {"axis": 1, "ne": [12, 12, 4, 4], "n_segments": 2, "nr": np.array([1, 2])}
@@ -204,7 +209,7 @@ def test_axis_that_does_not_exist(axis):
 
 
 def test_axis_3_cannot_be_written():
-    with pytest.raises(ValueError, match="axis is 3, .*expected 0, 1 or 2"):
+    with pytest.raises(ValueError, match=r"axis is 3, .*expected 0, 1 or 2"):
         check_answer(split(3, 1, 1), info(4, 4, 4, 2), 2)
 
 
@@ -296,7 +301,7 @@ def test_one_block_cannot_be_shared():
 )
 @pytest.mark.parametrize("answer", [{"ne": [2, 2], "nr": [2]}, {"ne": [2] * 4, "n_segments": 2}])
 def test_segments_need_what_ggml_can_write(axis, ne, answer):
-    with pytest.raises(ValueError, match=f"segments or repeats on axis {axis}.*expected"):
+    with pytest.raises(ValueError, match=rf"segments or repeats on axis {axis}.*expected"):
         check_answer({"axis": axis, **answer}, info(*ne), 2)
 
 
@@ -351,7 +356,8 @@ def test_messages_are_short_and_in_one_line():
     for answer in (Loud(), Mute(), [0] * 10**6):
         with pytest.raises(TypeError) as caught:
             check_answer(answer, WIDE, 2)
-        assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 500
+        assert "\n" not in str(caught.value)
 
 
 # --- constructors
@@ -384,7 +390,7 @@ def test_constructors():
     ],
 )
 def test_constructors_refuse(axis, ne, nr, error):
-    with pytest.raises(error, match="SplitState: .*expected"):
+    with pytest.raises(error, match=r"SplitState: .*expected"):
         SplitState.segments(axis, ne, nr)
 
 
@@ -439,7 +445,7 @@ def test_by_ratio(tensor, axis, ratios, granularity, ne):
     ],
 )
 def test_by_ratio_refuses(axis, ratios, granularity, error):
-    with pytest.raises(error, match="split of tensor 'w': .*expected"):
+    with pytest.raises(error, match=r"split of tensor 'w': .*expected"):
         SplitState.by_ratio(WIDE, axis, ratios, granularity)
 
 

@@ -190,6 +190,7 @@ class SplitFunction:
                 answer = function(info, self.n_devs)
             state = check_answer(answer, info, self.n_devs, repeats=self._repeats)
         except Exception as error:
+            function = None  # this frame may live on through those of the traceback
             if error.__traceback__ is not None:  # let it begin in the function
                 error.__traceback__ = error.__traceback__.tb_next
             if self.on_error == "raise":

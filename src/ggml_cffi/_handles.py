@@ -1,0 +1,141 @@
+"""The base of all objects that own, or borrow, something of ggml.
+
+An owner is freed by `close()`, at the end of a `with` block, or when nobody refers to it any more;
+never at interpreter exit, where the order is anybody's guess and the system takes all back anyway.
+Whatever an owner needs is kept alive until it is freed, in whatever order Python collects garbage.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+_Self = TypeVar("_Self", bound="Owned")
+
+Handle = Any
+"""A pointer as cffi gives it."""
+
+
+def raw(value: object, kind: str, where: str) -> Handle:
+    """The pointer of type `kind` behind an object of this package, or that pointer itself.
+
+    Raises TypeError for anything else, and ValueError for None, NULL and what is closed.
+    """
+    from ._loader import ffi
+
+    if isinstance(value, (Owned, Borrowed)):
+        value = value.handle
+    if value is None or (isinstance(value, ffi.CData) and value == ffi.NULL):
+        raise ValueError(f"{where} must not be None or NULL")
+    if not isinstance(value, ffi.CData):
+        raise TypeError(f"{where} is {value!r} ({type(value).__name__}), expected a {kind}")
+    found = ffi.typeof(value)
+    if found is not ffi.typeof(kind):
+        raise TypeError(f"{where} is a {found.cname}, expected a {kind}")
+    return value
+
+
+def address(handle: Handle) -> int:
+    """The address that a pointer holds."""
+    from ._loader import ffi
+
+    return int(ffi.cast("uintptr_t", handle))
+
+
+class Borrowed:
+    """Something of ggml that is never freed, or that belongs to another object."""
+
+    def __init__(self, handle: Handle, keep: object = None) -> None:
+        self._handle = handle
+        self._address = address(handle)
+        self._keep = keep
+
+    @property
+    def handle(self) -> Handle:
+        """The pointer, for `capi`."""
+        return self._handle
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Borrowed) and self._address == other._address
+
+    def __hash__(self) -> int:
+        return hash(self._address)
+
+
+class Owned:
+    """Something of ggml that belongs to this object: `free(handle)` is called once.
+
+    `keep` are the objects that it needs: they stay alive until it is freed, and closing one of them
+    closes this one first.
+    """
+
+    def __init__(
+        self, handle: Handle, free: Callable[[Handle], object], keep: tuple[object, ...] = ()
+    ) -> None:
+        self._handle = handle
+        self._pid = os.getpid()
+        self._children: weakref.WeakSet[Owned] = weakref.WeakSet()
+        self._closing = threading.RLock()
+        # the finalizer holds `keep`, so they cannot be collected before it has run
+        self._finalizer = weakref.finalize(self, _free, handle, free, self._pid, keep)
+        self._finalizer.atexit = False
+        for parent in keep:
+            if isinstance(parent, Owned):
+                parent._children.add(self)
+
+    @property
+    def handle(self) -> Handle:
+        """The pointer, for `capi`. Raises ValueError once the object is closed."""
+        if not self._finalizer.alive:
+            raise ValueError(f"the {type(self).__name__} {self._gone()}")
+        if os.getpid() != self._pid:
+            name = type(self).__name__
+            raise RuntimeError(f"the {name} was made before a fork, by process {self._pid}")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether the object is closed, and cannot be used any more."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Free it, and before that all that depends on it. Closing twice is fine."""
+        with self._closing:
+            for child in list(self._children):
+                child.close()
+            self._finalizer()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _gone(self) -> str:
+        """What became of it, for an error message."""
+        return "is closed"
+
+    def _give_up(self) -> tuple[object, ...]:
+        """Leave the freeing to ggml or to another object; returns what must be kept until then."""
+        found = self._finalizer.detach()
+        keep: tuple[object, ...] = found[2][3] if found else ()
+        for parent in keep:
+            if isinstance(parent, Owned):
+                parent._children.discard(self)
+        return keep
+
+
+def _free(
+    handle: Handle, free: Callable[[Handle], object], pid: int, keep: tuple[object, ...]
+) -> None:
+    if os.getpid() == pid:  # what a fork has copied belongs to the process that made it
+        free(handle)

@@ -1,0 +1,148 @@
+"""Buffers: memory of a device, and a buffer that is made of others."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+
+from . import capi
+from ._handles import Handle, Owned, address, raw
+from .enums import ggml_backend_buffer_usage
+
+BUFFER = "struct ggml_backend_buffer *"
+
+_lock = threading.RLock()
+_taken: set[int] = set()
+"""Addresses of all buffers that belong to a `Buffer`, by itself or through a `MultiBuffer`."""
+
+
+class Buffer(Owned):
+    """Memory of a device, freed with this object.
+
+    Takes over the pointer that `capi.ggml_backend_alloc_ctx_tensors` and its like return; `keep` is
+    kept alive until it is freed. Raises TypeError for anything else and ValueError for None, NULL
+    and a buffer that was taken over before.
+    """
+
+    def __init__(self, handle: Handle, *, keep: tuple[object, ...] = ()) -> None:
+        pointer = raw(handle, BUFFER, "Buffer: handle")
+        self._parent: weakref.ref[MultiBuffer] | None = None
+        self._addresses = _take(pointer)
+        super().__init__(pointer, functools.partial(_free, self._addresses), keep)
+
+    @property
+    def size(self) -> int:
+        """Bytes; of a meta device's buffer the most that one of its devices has."""
+        return capi.ggml_backend_buffer_get_size(self.handle)
+
+    @property
+    def usage(self) -> ggml_backend_buffer_usage:
+        """What it is for: ANY, WEIGHTS or COMPUTE."""
+        return capi.ggml_backend_buffer_get_usage(self.handle)
+
+    def set_usage(self, usage: int) -> None:
+        """Say what it is for; reaches the buffers that it is made of."""
+        capi.ggml_backend_buffer_set_usage(self.handle, usage)
+
+    def clear(self, value: int = 0) -> None:
+        """Set every byte to `value`. Raises ValueError for what is no byte."""
+        if not 0 <= value <= 255:
+            raise ValueError(f"value is {value}, expected 0 to 255")
+        capi.ggml_backend_buffer_clear(self.handle, value)
+
+    @property
+    def spent(self) -> bool:
+        """Whether a `MultiBuffer` has taken it over: it is used and freed through that one."""
+        return self._parent is not None
+
+    def close(self) -> None:
+        """Free it. Raises ValueError for a buffer that an open `MultiBuffer` has taken over."""
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None and not parent.closed:
+            raise ValueError(f"the {type(self).__name__} {self._gone()}, which will free it")
+        super().close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Free it, unless a `MultiBuffer` has taken it over."""
+        if not self.spent:
+            self.close()
+
+    def _gone(self) -> str:
+        return "belongs to a MultiBuffer" if self.spent else "is closed"
+
+    def __repr__(self) -> str:
+        state = self._gone() if self.closed else f"of {self.size} bytes"
+        return f"<{type(self).__name__} {state}>"
+
+
+class MultiBuffer(Buffer):
+    """A buffer that is made of others, which it takes over: their objects are spent from then on.
+
+    Takes `Buffer` objects and pointers of buffers that belong to nobody. Its size is the sum of
+    theirs; clearing it and setting its usage reach them all. It is a container: no tensor can be
+    allocated in it.
+
+    Raises ValueError for None, an empty list, and a buffer that is named twice, closed, or taken
+    over before, and TypeError for what is no list of buffers; then it takes none over.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer | Handle]) -> None:
+        with _lock:
+            pointers = _pointers(buffers)
+            handle = capi.ggml_backend_multi_buffer_alloc_buffer(pointers)
+            keep: tuple[object, ...] = ()
+            addresses: set[int] = set()
+            for item, pointer in zip(buffers, pointers, strict=True):
+                if isinstance(item, Buffer):
+                    keep += item._give_up()
+                    item._parent = weakref.ref(self)
+                    addresses |= item._addresses
+                else:
+                    addresses |= _take(pointer)
+            super().__init__(handle, keep=keep)
+            self._addresses |= addresses
+            self._buffers = tuple(item for item in buffers if isinstance(item, Buffer))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The objects that it has taken over, spent."""
+        return self._buffers
+
+
+def _pointers(buffers: Sequence[Buffer | Handle]) -> list[Handle]:
+    where = "MultiBuffer: buffers"
+    if buffers is None:
+        raise ValueError(f"{where} must not be None")
+    if isinstance(buffers, (str, bytes)) or not isinstance(buffers, Sequence):
+        raise TypeError(f"{where} is {buffers!r}, expected a sequence of buffers")
+    if not buffers:
+        raise ValueError(f"{where} is empty, expected at least one buffer")
+    pointers: list[Handle] = []
+    seen: dict[int, int] = {}
+    for i, item in enumerate(buffers):
+        pointer = raw(item, BUFFER, f"{where}[{i}]")
+        key = address(pointer)
+        if key in seen:
+            raise ValueError(f"{where}[{seen[key]}] and {where}[{i}] are the same buffer")
+        if key in _taken and not isinstance(item, Buffer):
+            raise ValueError(f"{where}[{i}] belongs to a Buffer, give that one")
+        seen[key] = i
+        pointers.append(pointer)
+    return pointers
+
+
+def _take(pointer: Handle) -> set[int]:
+    key = address(pointer)
+    with _lock:
+        if key in _taken:
+            raise ValueError("the buffer belongs to another Buffer, which will free it")
+        _taken.add(key)
+    return {key}
+
+
+def _free(addresses: set[int], handle: Handle) -> None:
+    with _lock:  # before the memory is free: another buffer may get the same address at once
+        _taken.difference_update(addresses)
+    capi.ggml_backend_buffer_free(handle)

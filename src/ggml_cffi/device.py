@@ -1,0 +1,166 @@
+"""Devices that ggml can compute on, and backends: their streams of work."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from . import capi
+from ._handles import Borrowed, Handle, Owned, raw
+from ._loader import ffi
+from .enums import ggml_backend_dev_type
+
+DEVICE = "struct ggml_backend_device *"
+BACKEND = "struct ggml_backend *"
+TENSOR = "struct ggml_tensor *"
+MAX_THREADS = 512  # GGML_MAX_N_THREADS: the CPU backend aborts above it
+
+
+class Memory(NamedTuple):
+    """Bytes of a device's memory."""
+
+    free: int
+    total: int
+
+
+class Device(Borrowed):
+    """A device, real or meta. Two are equal if they stand for the same one of ggml's.
+
+    Takes the pointer that `capi.ggml_backend_dev_get` and its like return; `devices()` and
+    `device(name)` find those of this machine. Raises TypeError and ValueError for no such pointer.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__(raw(handle, DEVICE, "Device: handle"))
+
+    @property
+    def name(self) -> str:
+        """The name by which `device(name)` finds it, such as CPU or Vulkan0."""
+        return capi.ggml_backend_dev_name(self.handle) or ""
+
+    @property
+    def description(self) -> str:
+        """What the device is, in words."""
+        return capi.ggml_backend_dev_description(self.handle) or ""
+
+    @property
+    def type(self) -> ggml_backend_dev_type:
+        """CPU, GPU, IGPU, ACCEL or META."""
+        return capi.ggml_backend_dev_type(self.handle)
+
+    @property
+    def memory(self) -> Memory:
+        """Free and total bytes, as far as the device tells."""
+        return Memory(*capi.ggml_backend_dev_memory(self.handle))
+
+    def supports_op(self, tensor: Handle) -> bool:
+        """Whether the device can compute the operation that makes `tensor`."""
+        return capi.ggml_backend_dev_supports_op(self.handle, raw(tensor, TENSOR, "tensor"))
+
+    def init_backend(self, n_threads: int | None = None) -> Backend:
+        """Begin a stream of work on the device; see `Backend`."""
+        return Backend(self, n_threads)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.description}>"
+
+
+def devices() -> list[Device]:
+    """The devices of this machine, in ggml's order."""
+    return [Device(capi.ggml_backend_dev_get(i)) for i in range(capi.ggml_backend_dev_count())]
+
+
+def device(name: str) -> Device:
+    """The device of this name, in upper or lower case.
+
+    Raises TypeError for what is no str and ValueError, with the names there are, for no device.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r} ({type(name).__name__}), expected a str")
+    found = devices()
+    for candidate in found:
+        if candidate.name.lower() == name.lower():
+            return candidate
+    names = ", ".join(candidate.name for candidate in found) or "none"
+    raise ValueError(f"there is no device {name!r}; the devices are: {names}")
+
+
+class Backend(Owned):
+    """A stream of work on a device.
+
+    `n_threads` is what CPU backends compute with, those of a meta device's children among them.
+    By default it is all usable cores, for each child: CPU children work one after the other.
+    """
+
+    def __init__(self, device: Device, n_threads: int | None = None) -> None:
+        count = usable_cores() if n_threads is None else _thread_count(n_threads)
+        handle = capi.ggml_backend_dev_init(device.handle, None)
+        super().__init__(handle, capi.ggml_backend_free, (device,))
+        self.device = device
+        try:
+            set_n_threads(handle, count)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The name of the backend; that of a meta backend lists its children."""
+        return capi.ggml_backend_name(self.handle) or ""
+
+    @property
+    def children(self) -> list[Handle]:
+        """The backends that a meta backend drives, in the order of its devices; else none."""
+        return child_backends(self.handle)
+
+    def set_n_threads(self, n_threads: int) -> None:
+        """Compute with this number of threads; see `set_n_threads`."""
+        set_n_threads(self.handle, n_threads)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'closed' if self.closed else self.name}>"
+
+
+def child_backends(backend: Handle) -> list[Handle]:
+    """The backends that a meta backend drives, none for any other."""
+    if not capi.ggml_backend_is_meta(backend):
+        return []
+    count = capi.ggml_backend_meta_n_backends(backend)
+    return [capi.ggml_backend_meta_simple_backend(backend, i) for i in range(count)]
+
+
+def set_n_threads(backend: Handle, n_threads: int) -> None:
+    """Let a backend compute with `n_threads` threads, a meta backend's children each with them.
+
+    Backends without threads of their own, such as those of GPUs, are left as they are. Raises
+    TypeError for what is no integer and ValueError for other than 1 to 512.
+    """
+    count = _thread_count(n_threads)
+    handle = raw(backend, BACKEND, "backend")
+    for child in child_backends(handle) or [handle]:
+        reg = capi.ggml_backend_dev_backend_reg(capi.ggml_backend_get_device(child))
+        setter = capi.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")
+        if setter:
+            ffi.cast("ggml_backend_set_n_threads_t", setter)(child, count)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: its affinity, and its share where a cgroup sets one."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):
+        pass  # no cgroup, or one that sets no limit ("max")
+    return max(1, min(cores, MAX_THREADS))
+
+
+def _thread_count(n_threads: object) -> int:
+    if isinstance(n_threads, bool) or not isinstance(n_threads, int):
+        kind = type(n_threads).__name__
+        raise TypeError(f"n_threads is {n_threads!r} ({kind}), expected an int")
+    if not 1 <= n_threads <= MAX_THREADS:
+        raise ValueError(f"n_threads is {n_threads}, expected 1 to {MAX_THREADS}")
+    return n_threads

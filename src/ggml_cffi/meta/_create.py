@@ -1,0 +1,86 @@
+"""Making a meta device of ggml around a Python split function; no other module does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from .. import _callbacks, _runtime
+from .._handles import Handle, raw
+from .._loader import ffi, lib
+from ..errors import NotSupportedError
+from ._latch import SplitCallable, SplitFunction
+from ._split import MAX_DEVICES
+
+_NAME = "ggml_backend_meta_device"
+_lock = threading.Lock()  # ggml's maps of meta devices and of their buffer types have none
+
+
+def create(
+    devices: Sequence[Handle], split_fn: SplitCallable, on_error: str = "mirror"
+) -> tuple[Handle, SplitFunction]:
+    """A new meta device over 1 to 16 devices, none of them meta, and its split function."""
+    pointers = _pointers(devices)
+    if not hasattr(lib, _NAME):
+        version = ffi.string(lib.ggml_version()).decode() if hasattr(lib, "ggml_version") else "?"
+        raise NotSupportedError(f"{_NAME}: ggml {version} has no meta device, 0.10 or later has")
+    fields = ffi.typeof("struct ggml_backend_meta_split_state").fields
+    repeats = any(name == "nr" for name, _ in fields)
+    function = SplitFunction(split_fn, len(pointers), on_error, repeats=repeats)
+    callback, userdata = _callbacks.new_split_callback(function)
+    array = ffi.new("struct ggml_backend_device *[]", pointers)
+    with _lock:
+        device = lib.ggml_backend_meta_device(array, len(pointers), callback, userdata)
+        if not device:
+            raise _runtime.failed(_NAME, (devices, split_fn))
+        lib.ggml_backend_dev_buffer_type(device)  # enters it into its map while we have the lock
+        _callbacks.remember_meta_device(device, function)
+    return device, function
+
+
+def ggml_backend_meta_device(
+    devs: Sequence[Handle], split_fn: SplitCallable, on_error: str = "mirror"
+) -> Handle:
+    """Make a meta device: it spreads tensors over `devs`, 1 to 16 real devices, as `split_fn` says.
+
+    `split_fn(tensor_info, n_devs)` is asked once for each weight when it is allocated and returns a
+    `SplitState` or a mapping with `axis`, `ne`, `n_segments` and `nr`. If it raises or its answer
+    is invalid, this and all further tensors are mirrored and it is not called again
+    (`on_error="mirror"`), or the call that asked raises a SplitError (`on_error="raise"`).
+    `meta.split_function(device)` tells the error. ggml never frees a meta device: the
+    function is kept for the life of the process, or until `meta.split_function(device).close()`.
+
+    Raises ValueError and TypeError for a wrong number of devices, for what is no device or a meta
+    device, for what is no function, and for another `on_error`.
+    """
+    return create(devs, split_fn, on_error)[0]
+
+
+def split_function(device: object) -> SplitFunction:
+    """The split function behind a meta device: its error, and what it answered.
+
+    Raises ValueError for a device that is not meta.
+    """
+    found = _callbacks.split_function_of(raw(device, "struct ggml_backend_device *", "device"))
+    if found is None:
+        raise ValueError("device is no meta device made by this package")
+    return found
+
+
+def _pointers(devices: Sequence[Handle]) -> list[Handle]:
+    if devices is None:
+        raise ValueError(f"{_NAME}: devs must not be None")
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        kind = type(devices).__name__
+        raise TypeError(f"{_NAME}: devs is {devices!r} ({kind}), expected a sequence of devices")
+    if not 1 <= len(devices) <= MAX_DEVICES:
+        raise ValueError(f"{_NAME}: {len(devices)} devices, expected 1 to {MAX_DEVICES}")
+    pointers = []
+    for i, device in enumerate(devices):
+        pointer = raw(device, "struct ggml_backend_device *", f"{_NAME}: devs[{i}]")
+        if lib.ggml_backend_dev_type(pointer) == getattr(
+            lib, "GGML_BACKEND_DEVICE_TYPE_META", None
+        ):
+            raise ValueError(f"{_NAME}: devs[{i}] is a meta device, expected a real one")
+        pointers.append(pointer)
+    return pointers

@@ -1,0 +1,97 @@
+"""The meta device: several devices that act as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from .._handles import Handle
+from ..device import Device, device
+from ._create import create
+from ._latch import SplitCallable
+
+
+class MetaDevice(Device):
+    """A device that spreads tensors over several, as a Python function says.
+
+    `devices` are 1 to 16 devices, as objects, names or pointers; the same one may be named several
+    times, none may be meta. `split_fn(tensor_info, n_devs)` is asked once for each weight, when it
+    is allocated and on the thread that does it, and returns a `SplitState` or a mapping with
+    `axis`, `ne`, `n_segments` and `nr`.
+
+    If it raises or its answer is invalid: with `on_error="mirror"` the error is kept (`error`),
+    this and all further tensors are mirrored, and it is not called again; with "raise" the call
+    that asked raises a SplitError whose cause is the error. KeyboardInterrupt and SystemExit come
+    out of that call in both modes.
+
+    ggml never frees a meta device. Closing this object drops the function and what it holds; what
+    was allocated stays usable.
+
+    Raises ValueError and TypeError for a wrong number of devices, for what is no device or a meta
+    device, for what is no function, and for another `on_error`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str | Handle],
+        split_fn: SplitCallable,
+        on_error: str = "mirror",
+    ) -> None:
+        if devices is None or isinstance(devices, (str, bytes)):
+            raise TypeError(f"devices is {devices!r}, expected a sequence of devices or names")
+        found = [device(item) if isinstance(item, str) else item for item in devices]
+        handle, self._function = create(found, split_fn, on_error)
+        self._devices = tuple(item if isinstance(item, Device) else Device(item) for item in found)
+        super().__init__(handle)
+
+    @property
+    def handle(self) -> Handle:
+        """The pointer, for `capi`. Raises ValueError once the object is closed."""
+        if self._function.closed:
+            raise ValueError("the MetaDevice is closed")
+        return super().handle
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that tensors are spread over."""
+        return self._devices
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of the split function that made everything since mirrored; None if none did."""
+        return self._function.error
+
+    @property
+    def error_tensor(self) -> str | None:
+        """The name of the tensor that the split function failed at."""
+        return self._function.tensor_name
+
+    @property
+    def name(self) -> str:
+        """The names of the devices: ggml's own name for it is empty."""
+        return f"Meta({','.join(child.name for child in self._devices)})"
+
+    @property
+    def description(self) -> str:
+        """The descriptions of the devices."""
+        return f"Meta({','.join(child.description for child in self._devices)})"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the split function has been dropped."""
+        return self._function.closed
+
+    def close(self) -> None:
+        """Drop the split function and what it holds. Closing twice is fine."""
+        self._function.close()
+
+    def __enter__(self) -> MetaDevice:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
