@@ -39,6 +39,11 @@ def pin() -> dict[str, object]:
     return tomllib.loads((GGML / "pin.toml").read_text(encoding="utf-8"))
 
 
+def is_pin(prefix: Prefix) -> bool:
+    """Whether `prefix` is the release that the lock and the annotations are for."""
+    return prefix.version == pin()["ggml"]
+
+
 def header_names(prefix: Prefix) -> list[str]:
     """The headers to bind: those of the core, and a backend's where its library is linkable."""
     headers = pin()["headers"]
@@ -57,14 +62,20 @@ def read_api(prefix: Prefix, compiler: str | None = None) -> ir.Api:
     return parse(preprocess(headers, [prefix.include], compiler), headers)
 
 
-def bind(prefix: Prefix, compiler: str | None = None) -> resolve.Binding:
-    """Stages 1 to 4."""
+def bind(
+    prefix: Prefix, compiler: str | None = None, *, strict: bool | None = None
+) -> resolve.Binding:
+    """Stages 1 to 4; `strict` by default on the pin, where a wrong annotation is an error."""
+    headers = pin()["headers"]
+    assert isinstance(headers, dict)
+    idle = set(headers["optional"]) - set(header_names(prefix))
     exported = {name: exported_symbols(path) for name, path in prefix.libraries.items()}
     return resolve.resolve(
         read_api(prefix, compiler),
         annotations.load(GGML / "annotations"),
         exported,
-        strict=prefix.version == pin()["ggml"],
+        strict=is_pin(prefix) if strict is None else strict,
+        idle={Path(name).stem + ".toml" for name in idle},
         known=lock.functions(GGML / "api.json"),
         version=prefix.version,
         commit=prefix.commit,

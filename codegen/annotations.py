@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -93,9 +93,10 @@ class Annotations:
         merged.update(self.functions.get(function.name, (None, {}))[1])
         return merged
 
-    def place(self, name: str) -> Place:
-        """Where `name` is annotated, if anywhere."""
-        return self.functions.get(name, (Place("rules.toml", 1), {}))[0]
+    def place(self, function: ir.Function) -> Place:
+        """Where `function` is annotated; where the header declares it if it is not."""
+        declared = Place(function.where.header, function.where.line)
+        return self.functions.get(function.name, (declared, {}))[0]
 
 
 def load(folder: Path) -> Annotations:
@@ -127,9 +128,16 @@ def load(folder: Path) -> Annotations:
     return Annotations(tuple(rules), functions, callbacks)
 
 
-def check_use(annotations: Annotations, api: ir.Api) -> Iterator[AnnotationError]:
-    """What is said of things that are not there, or never applies."""
+def check_use(
+    annotations: Annotations, api: ir.Api, idle: Collection[str] = ()
+) -> Iterator[AnnotationError]:
+    """What is said of things that are not there, or never applies.
+
+    `idle`: the files of headers that this build does not bind.
+    """
     for name, (place, table) in annotations.functions.items():
+        if place.file in idle:
+            continue
         function = api.functions.get(name)
         if function is None:
             yield place.error(f"no header declares a function {name}")
@@ -205,9 +213,7 @@ def _check_params(
     params = {param.name for param in function.params}
     named: list[str] = []
     for key in _OF_PARAMETERS & set(table):
-        if function.params and all(api_struct_field(function, name) for name in table[key]):
-            continue
-        named += list(table[key])
+        named += [name for name in table[key] if not _is_field(function, name)]
     for key in ("arrays", "buffers"):
         named += [v for v in table.get(key, {}).values() if isinstance(v, str)]
     for callback in table.get("callbacks", {}).values():
@@ -224,8 +230,8 @@ def _check_params(
             )
 
 
-def api_struct_field(function: ir.Function, name: str) -> bool:
-    """Whether `name` may be a field of a struct that `function` takes by value ("params.field")."""
+def _is_field(function: ir.Function, name: str) -> bool:
+    """Whether `name` is said of a field of a struct that `function` takes ("params.field")."""
     head, dot, _ = name.partition(".")
     return bool(dot) and any(param.name == head for param in function.params)
 

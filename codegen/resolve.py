@@ -128,10 +128,12 @@ def resolve(
     *,
     strict: bool,
     known: Collection[str] = (),
+    idle: Collection[str] = (),
     version: str = "",
     commit: str = "",
 ) -> Binding:
-    """Decide for every function. `exported`: library → symbols. `known`: functions of the pin.
+    """Decide for every function. `exported`: library → symbols. `known`: functions of the
+    pin. `idle`: the annotation files of headers that are not bound here.
 
     With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
     it a note of the report.
@@ -143,7 +145,7 @@ def resolve(
             raise error
         notes.append(str(error))
 
-    for error in check_use(annotations, api):
+    for error in check_use(annotations, api, idle):
         complain(error)
     where = {symbol: library for library, symbols in exported.items() for symbol in symbols}
     bound: list[Bound] = []
@@ -190,7 +192,7 @@ def _bind(
     library: str,
     annotations: Annotations,
 ) -> Bound:
-    place = annotations.place(function.name)
+    place = annotations.place(function)
     returns = _returns(api, function.returns, table)
     ownership = str(table.get("ownership", ""))
     head, _, of = ownership.partition(":")
@@ -365,6 +367,8 @@ def _callbacks(
              (len(pointed.params) == 1 and ir.declare(p.type) == "void *")),
             None,
         )  # fmt: skip
+        if userdata is None and typedef.name not in slots:
+            continue  # nothing tells one Python function from another: hand-written, if at all
         kinds.append(
             CallbackKind(
                 typedef.name, pointed, userdata, table.get("threads", "caller"),

@@ -63,7 +63,7 @@ struct thread_state {
 
 inline thread_local thread_state state;
 inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
-inline std::atomic<ggml_abort_callback_t> user_abort{nullptr};
+inline std::atomic<bool> user_abort{false};           // Python wants to hear of the end
 
 // ---- threads of CPU backends: an abort in a kernel can only be caught where one thread computes
 
@@ -85,6 +85,34 @@ inline int threads_of(const void * backend) {
     std::lock_guard<std::mutex> hold(threads_lock);
     auto found = threads_table.find(backend);
     return found == threads_table.end() ? GGML_DEFAULT_N_THREADS : found->second;
+}
+
+// ---- weights that each device of a meta device holds a part of the sum of: ggml reads all of the
+// caller's data whatever part of the tensor is to be written
+
+inline std::mutex partial_lock;
+inline std::unordered_map<const ggml_tensor *, bool> partial_table;
+inline std::atomic<size_t> partial_count{0};
+
+inline void note_partial(const ggml_tensor * tensor, bool partial) {
+    if (!partial && partial_count == 0) {
+        return;
+    }
+    std::lock_guard<std::mutex> hold(partial_lock);
+    if (partial) {
+        partial_table[tensor] = true;
+    } else {
+        partial_table.erase(tensor);
+    }
+    partial_count = partial_table.size();
+}
+
+inline bool whole_if_partial(const ggml_tensor * tensor, size_t offset, size_t size) {
+    if (partial_count == 0) {
+        return true;
+    }
+    std::lock_guard<std::mutex> hold(partial_lock);
+    return !partial_table.count(tensor) || (offset == 0 && size == ggml_nbytes(tensor));
 }
 
 // ---- abort
@@ -111,6 +139,8 @@ inline bool in_kernel() {
     return search.found;
 }
 
+inline void tell_python(const char * message);
+
 inline void on_abort(const char * message) {
     region * inside = state.inside;
     if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
@@ -122,9 +152,8 @@ inline void on_abort(const char * message) {
     }
     // Nobody can catch it: ggml ends the process when this returns, as it would without us, and
     // faulthandler prints Python's traceback.
-    ggml_abort_callback_t user = user_abort.load();
-    if (user) {
-        user(message);
+    if (user_abort && !closing) {
+        tell_python(message);
     } else {
         std::fprintf(stderr, "%s\n", message);
         std::fflush(stderr);
@@ -267,6 +296,19 @@ struct python_entry {
     ~python_entry() { state.inside = outer; }
 };
 
+// `nr` came after the meta device itself.
+template <class State> auto set_first_repeat(State & s, int) -> decltype((void) s.nr) { s.nr[0] = 1; }
+template <class State> void set_first_repeat(State &, long) {}
+
+// The split state that never fails, for when Python cannot answer: all of the tensor on each device.
+template <class State> State mirrored() {
+    State s{};
+    s.axis = (decltype(s.axis)) 10; // GGML_BACKEND_SPLIT_AXIS_MIRRORED
+    s.n_segments = 1;
+    set_first_repeat(s, 0);
+    return s;
+}
+
 } // namespace ggml_cffi
 
 // ---- what _runtime.py, _callbacks.py and _loader.py call (declared in the cdef)
@@ -287,17 +329,21 @@ static void * ggml_cffi_take_orphan(void) {
     return orphan;
 }
 
+static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool partial) {
+    ggml_cffi::note_partial(tensor, partial);
+}
+
 static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }
 static void ggml_cffi_callback_raised(void) { ggml_cffi::state.raised = true; }
 static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
 
-static void ggml_cffi_set_user_abort(ggml_abort_callback_t callback) {
-    ggml_cffi::user_abort = callback;
-}
+static void ggml_cffi_set_user_abort(bool wanted) { ggml_cffi::user_abort = wanted; }
 
-static const char * ggml_cffi_path_of(void * address) {
-    Dl_info info;
-    return dladdr(address, &info) && info.dli_fname ? info.dli_fname : "";
+static void ggml_cffi_py_abort(const char * message);
+
+inline void ggml_cffi::tell_python(const char * message) {
+    python_entry entry;
+    ggml_cffi_py_abort(message);
 }
 
 // Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.

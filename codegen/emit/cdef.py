@@ -15,13 +15,14 @@ void *ggml_cffi_take_orphan(void);
 void ggml_cffi_clear(void);
 void ggml_cffi_callback_raised(void);
 void ggml_cffi_close(void);
-void ggml_cffi_set_user_abort(ggml_abort_callback_t callback);
-const char *ggml_cffi_path_of(void *address);
+void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
+void ggml_cffi_set_user_abort(bool wanted);
 void ggml_cffi_forget_buffer(struct ggml_context *context, struct ggml_backend_buffer *buffer);
 void ggml_cffi_log(enum ggml_log_level level, const char *text, void *user_data);
 void ggml_cffi_install(void);
 void ggml_cffi_set_slot(int slot, void *userdata);
 extern "Python" void ggml_cffi_py_log(int level, const char *text);
+extern "Python" void ggml_cffi_py_abort(const char *message);
 """
 
 

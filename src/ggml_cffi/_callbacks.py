@@ -20,7 +20,7 @@ from ._loader import ffi, lib
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
-from .meta._split import fill, tensor_info
+from .meta._split import SplitAxis, fill, tensor_info
 
 _SPLIT = "ggml_backend_meta_get_split_state_t"
 
@@ -250,6 +250,7 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
             failing=bool(_raised.errors),
         )
         fill(state, out, function.n_devs)
+        lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # noqa: B036 - ggml must get an answer; out is MIRRORED
         raise_later(error)
 
@@ -266,6 +267,27 @@ def _log(level: int, line: Any) -> None:
         receive(level, ffi.string(line).decode("utf-8", "replace"))
     except BaseException:  # noqa: B036 - a log line must never break the call that wrote it
         logging.getLogger("ggml_cffi").debug("a log handler failed", exc_info=True)
+
+
+#: The function that hears of an abort nobody can catch, just before the process ends.
+abort_observer: Callable[[str], object] | None = None
+
+
+@ffi.def_extern(name="ggml_cffi_py_abort")  # type: ignore[untyped-decorator]
+def _abort(message: Any) -> None:
+    observer = abort_observer
+    try:
+        if observer is not None:
+            observer(ffi.string(message).decode("utf-8", "replace"))
+    except BaseException:  # noqa: B036 - the process ends anyhow
+        logging.getLogger("ggml_cffi").exception("the abort callback failed")
+
+
+def set_abort_observer(function: Callable[[str], object] | None) -> None:
+    """Have `function` called with ggml's message before an abort that ends the process."""
+    global abort_observer
+    abort_observer = function
+    lib.ggml_cffi_set_user_abort(function is not None)
 
 
 _define()

@@ -14,4 +14,3 @@ returned; a struct by value is made from keywords; a callback is a Python functi
 from ._gen.capi import *  # noqa: F403
 from ._gen.capi import __coverage__ as __coverage__
 from ._overrides import *  # noqa: F403
-from .enums import *  # noqa: F403
