@@ -21,7 +21,7 @@ def value(binding: Binding, ctype: ir.Type) -> str:
         assert isinstance(resolved, ir.Tag)
         return f"enums.{resolved.name}"
     if kind == "struct":
-        return f"types.{resolved.name}" if isinstance(resolved, ir.Tag) else "types.Struct"
+        return _struct(binding, ctype)
     return pointer(binding, resolved)
 
 
@@ -35,13 +35,23 @@ def pointer(binding: Binding, ctype: ir.Type) -> str:
     target = api.resolve(ctype.to)
     if isinstance(target, ir.FunctionType):
         return "types.FunctionP"
-    if isinstance(target, ir.Tag) and target.kind != "enum":
-        return f"types.{target.name}"
+    if scalar_kind(api, ctype.to) == "struct":
+        return _struct(binding, ctype.to)
     if isinstance(target, ir.Prim) and target.name == "void":
         return "types.VoidP"
     if isinstance(target, ir.Prim) and target.name == "FILE":
         return "types.File"
     return f"types.Array[{element(binding, ctype.to)}]"
+
+
+def _struct(binding: Binding, ctype: ir.Type) -> str:
+    """A struct by its tag, or by the typedef that names it."""
+    while isinstance(ctype, ir.Named):
+        target = binding.api.typedefs[ctype.name].type
+        if isinstance(target, ir.Anonymous):
+            return f"types.{ctype.name}"
+        ctype = target
+    return f"types.{ctype.name}" if isinstance(ctype, ir.Tag) else "types.Struct"
 
 
 def element(binding: Binding, ctype: ir.Type) -> str:

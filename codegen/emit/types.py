@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Iterator
 
 from .. import ir
 from ..resolve import Binding
@@ -79,12 +80,22 @@ def emit(binding: Binding) -> str:
     for struct in binding.api.structs.values():
         parts.append(f"\n\nclass {struct.name}(Struct):")
         parts.append(f'    """``{struct.kind} {struct.name}`` of {struct.where.header}."""\n')
-        for field in struct.fields or ():
-            if keyword.iskeyword(field.name):  # to be had by getattr only
-                continue
-            parts.append(f"    {field.name}: {_field(binding, field)}")
+        parts += _fields(binding, struct.fields or ())
+    for typedef in binding.api.typedefs.values():
+        if isinstance(typedef.type, ir.Anonymous):
+            parts.append(f"\n\nclass {typedef.name}(Struct):")
+            parts.append(f'    """``{typedef.name}`` of {typedef.where.header}."""\n')
+            parts += _fields(binding, typedef.type.fields)
     text = "\n".join(parts)
     return text.replace("types.", "").rstrip("\n") + "\n"
+
+
+def _fields(binding: Binding, fields: tuple[ir.Param, ...]) -> Iterator[str]:
+    for field in fields:
+        if isinstance(field.type, ir.Anonymous) and not field.name:  # its fields are the struct's
+            yield from _fields(binding, field.type.fields)
+        elif not keyword.iskeyword(field.name):  # else to be had by getattr only
+            yield f"    {field.name}: {_field(binding, field)}"
 
 
 def _field(binding: Binding, field: ir.Param) -> str:
