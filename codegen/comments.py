@@ -22,9 +22,7 @@ def locate(api: ir.Api, headers: Sequence[Path]) -> ir.Api:
     texts = {header.name: _Header(header.read_text(encoding="utf-8")) for header in headers}
     functions = {}
     for name, function in api.functions.items():
-        header = texts[function.where.header]
-        found = header.find(name)
-        where = replace(function.where, **found) if found else function.where
+        where = texts[function.where.header].find(name, function.where)
         functions[name] = replace(function, where=where)
     return replace(api, functions=functions)
 
@@ -37,21 +35,23 @@ class _Header:
         for match in re.finditer(r"\b([A-Za-z_]\w*)\s*\(", self.code):
             self.places.setdefault(match.group(1), match.start(1))
 
-    def find(self, name: str) -> dict[str, object] | None:
+    def find(self, name: str, where: ir.Where) -> ir.Where:
+        """`where`, with what is found of the function `name`."""
         place = self.places.get(name)
         if place is None:
-            return None
+            return where
         start = max(self.code.rfind(c, 0, place) for c in ";{}") + 1
         end = self.code.find(";", place)
         first = start + len(self.code[start:]) - len(self.code[start:].lstrip())
         line_end = self.text.find("\n", end)
         one_line = "\n" not in self.text[place:end]
         after = _clean(self.text[end + 1 : line_end]) if one_line else ""
-        return {
-            "line": self.text.count("\n", 0, place) + 1,
-            "comment": "\n".join(filter(None, (self._above(first), after))),
-            "param_comments": () if one_line else self._params(place, line_end),
-        }
+        return replace(
+            where,
+            line=self.text.count("\n", 0, place) + 1,
+            comment="\n".join(filter(None, (self._above(first), after))),
+            param_comments=() if one_line else self._params(place, line_end),
+        )
 
     def _above(self, position: int) -> str:
         """The comment that ends on the line above, with no blank line between."""
