@@ -66,23 +66,58 @@ class Borrowed:
         return hash(self._address)
 
 
+class _Resource:
+    """What there is to free, apart from the object that stands for it.
+
+    Counts its users: the object, and the resources that need it. So it is freed after those, in
+    whatever order, or circle, Python collects the objects.
+    """
+
+    __slots__ = ("free", "handle", "keep", "parents", "pid", "users")
+
+    def __init__(
+        self, handle: Handle, free: Callable[[Handle], object], keep: tuple[object, ...]
+    ) -> None:
+        self.handle = handle
+        self.free: Callable[[Handle], object] | None = free
+        self.pid = os.getpid()
+        self.users = 1
+        self.parents = [item._resource for item in keep if isinstance(item, Owned)]
+        self.keep = [item for item in keep if not isinstance(item, Owned)]
+        with _lock:
+            for parent in self.parents:
+                parent.users += 1
+
+    def drop(self) -> None:
+        """One user less; the last one frees it."""
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+        # what a fork has copied belongs to the process that made it
+        if self.free is not None and self.pid == os.getpid():
+            self.free(self.handle)
+        for parent in self.parents:
+            parent.drop()
+
+
+_lock = threading.RLock()  # the collector may drop one while another is dropped
+
+
 class Owned:
     """Something of ggml that belongs to this object: `free(handle)` is called once.
 
-    `keep` are the objects that it needs: they stay alive until it is freed, and closing one of them
-    closes this one first.
+    `keep` are the objects that it needs: they are freed after it, and closing one of them closes
+    this one first.
     """
 
     def __init__(
         self, handle: Handle, free: Callable[[Handle], object], keep: tuple[object, ...] = ()
     ) -> None:
-        self._handle = handle
-        self._pid = os.getpid()
-        self._children: weakref.WeakSet[Owned] = weakref.WeakSet()
-        self._closing = threading.RLock()
-        # the finalizer holds `keep`, so they cannot be collected before it has run
-        self._finalizer = weakref.finalize(self, _free, handle, free, self._pid, keep)
+        self._resource = _Resource(handle, free, keep)
+        self._finalizer = weakref.finalize(self, self._resource.drop)
         self._finalizer.atexit = False
+        self._children: weakref.WeakSet[Owned] = weakref.WeakSet()
         for parent in keep:
             if isinstance(parent, Owned):
                 parent._children.add(self)
@@ -90,12 +125,12 @@ class Owned:
     @property
     def handle(self) -> Handle:
         """The pointer, for `capi`. Raises ValueError once the object is closed."""
-        if not self._finalizer.alive:
+        if self.closed:
             raise ValueError(f"the {type(self).__name__} {self._gone()}")
-        if os.getpid() != self._pid:
-            name = type(self).__name__
-            raise RuntimeError(f"the {name} was made before a fork, by process {self._pid}")
-        return self._handle
+        if self._resource.pid != os.getpid():
+            name, pid = type(self).__name__, self._resource.pid
+            raise RuntimeError(f"the {name} was made before a fork, by process {pid}")
+        return self._resource.handle
 
     @property
     def closed(self) -> bool:
@@ -104,10 +139,12 @@ class Owned:
 
     def close(self) -> None:
         """Free it, and before that all that depends on it. Closing twice is fine."""
-        with self._closing:
-            for child in list(self._children):
-                child.close()
-            self._finalizer()
+        self._close()
+
+    def _close(self) -> None:
+        for child in list(self._children):
+            child._close()
+        self._finalizer()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -123,19 +160,3 @@ class Owned:
     def _gone(self) -> str:
         """What became of it, for an error message."""
         return "is closed"
-
-    def _give_up(self) -> tuple[object, ...]:
-        """Leave the freeing to ggml or to another object; returns what must be kept until then."""
-        found = self._finalizer.detach()
-        keep: tuple[object, ...] = found[2][3] if found else ()
-        for parent in keep:
-            if isinstance(parent, Owned):
-                parent._children.discard(self)
-        return keep
-
-
-def _free(
-    handle: Handle, free: Callable[[Handle], object], pid: int, keep: tuple[object, ...]
-) -> None:
-    if os.getpid() == pid:  # what a fork has copied belongs to the process that made it
-        free(handle)

@@ -53,6 +53,11 @@ class Buffer(Owned):
         capi.ggml_backend_buffer_clear(self.handle, value)
 
     @property
+    def closed(self) -> bool:
+        """Whether it is closed or spent, and cannot be used any more."""
+        return self.spent or super().closed
+
+    @property
     def spent(self) -> bool:
         """Whether a `MultiBuffer` has taken it over: it is used and freed through that one."""
         return self._parent is not None
@@ -60,9 +65,9 @@ class Buffer(Owned):
     def close(self) -> None:
         """Free it. Raises ValueError for a buffer that an open `MultiBuffer` has taken over."""
         parent = self._parent() if self._parent is not None else None
-        if parent is not None and not parent.closed:
+        if parent is not None and parent._finalizer.alive:
             raise ValueError(f"the {type(self).__name__} {self._gone()}, which will free it")
-        super().close()
+        self._close()
 
     def __exit__(self, *exc_info: object) -> None:
         """Free it, unless a `MultiBuffer` has taken it over."""
@@ -92,18 +97,16 @@ class MultiBuffer(Buffer):
         with _lock:
             pointers = _pointers(buffers)
             handle = capi.ggml_backend_multi_buffer_alloc_buffer(pointers)
-            keep: tuple[object, ...] = ()
-            addresses: set[int] = set()
+            children = tuple(item for item in buffers if isinstance(item, Buffer))
+            super().__init__(handle, keep=children)
             for item, pointer in zip(buffers, pointers, strict=True):
                 if isinstance(item, Buffer):
-                    keep += item._give_up()
                     item._parent = weakref.ref(self)
-                    addresses |= item._addresses
+                    item._resource.free = None
+                    self._addresses |= item._addresses
                 else:
-                    addresses |= _take(pointer)
-            super().__init__(handle, keep=keep)
-            self._addresses |= addresses
-            self._buffers = tuple(item for item in buffers if isinstance(item, Buffer))
+                    self._addresses |= _take(pointer)
+            self._buffers = children
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
