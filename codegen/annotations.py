@@ -24,6 +24,7 @@ else:
 
 GUARDS = ("throw", "compute", "nothrow")
 LIFETIMES = ("call", "replaced", "result", "forever")
+THREADS = ("caller", "any")
 ERRORS = ("GGMLError", "NotSupportedError", "GGUFError", "MemoryError")
 
 _LISTS = ("nullable", "out", "unique", "writes", "require")
@@ -175,7 +176,7 @@ def _check_keys(
         start = text.split("\n", place.line - 1)[-1] if text else ""
         at = place
         if start:
-            inner = _line(start, rf"^\s*{re.escape(key)}\s*=")
+            inner = _line(start, rf"^[ \t]*{re.escape(key)}[ \t]*=")
             at = Place(place.file, place.line + inner - 1)
         if key not in keys:
             raise at.error(f"unknown key {key!r}; known are {', '.join(sorted(keys))}")
@@ -200,6 +201,8 @@ def _check_keys(
             "owned", "borrowed", "static", "caller",
         ):  # fmt: skip
             raise at.error(f"ownership {value!r} is not owned, borrowed:<param>, static or caller")
+        if key == "threads" and keys is CALLBACK_KEYS and value not in THREADS:
+            raise at.error(f"threads {value!r} is none of {', '.join(THREADS)}")
         if key == "callbacks":
             for callback in value.values():
                 kind = str(callback.get("lifetime", "")).partition(":")[0]

@@ -27,7 +27,7 @@ def bind(
     folder: Path,
     *,
     missing: Collection[str] = (),
-    known: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
     strict: bool = True,
     compiler: str | None = None,
 ) -> resolve.Binding:
@@ -40,7 +40,7 @@ def bind(
     exported = {"toy": set(api.functions) - set(missing)}
     said = annotations.load(folder)
     return resolve.resolve(
-        api, said, exported, strict=strict, known=known, version="1.2.3", commit="abc"
+        api, said, exported, strict=strict, known=known or {}, version="1.2.3", commit="abc"
     )
 
 

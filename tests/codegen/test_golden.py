@@ -13,7 +13,13 @@ from harness import GOLDEN, bind, golden, write
 
 OPTIONS = {
     "left_out": {"missing": ["toy_private"]},
-    "missing_feature": {"strict": False, "known": ["toy_old", "toy_new"]},
+    "missing_feature": {
+        "strict": False,
+        "known": {
+            "toy_old": "int toy_old(struct toy_state *state)",
+            "toy_new": "int toy_new(struct toy_state *state)",
+        },
+    },
 }
 
 
