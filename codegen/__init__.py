@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import annotations, ir, lock, report, resolve
+from . import ir, lock, report, resolve
+from .annotations import load as load_annotations
 from .emit import capi, cdef, enums, source, tables, types
 from .parse import parse
 from .prefix import Prefix, exported_symbols
@@ -72,7 +73,7 @@ def bind(
     exported = {name: exported_symbols(path) for name, path in prefix.libraries.items()}
     return resolve.resolve(
         read_api(prefix, compiler),
-        annotations.load(GGML / "annotations"),
+        load_annotations(GGML / "annotations"),
         exported,
         strict=is_pin(prefix) if strict is None else strict,
         idle={Path(name).stem + ".toml" for name in idle},

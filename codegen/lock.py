@@ -30,7 +30,7 @@ def snapshot(api: ir.Api, version: str) -> dict[str, Any]:
     constants = {
         name: c.kind if c.type is None else ir.declare(c.type) for name, c in api.constants.items()
     }
-    parts = (functions, structs, enums, typedefs, constants)
+    parts: tuple[dict[str, Any], ...] = (functions, structs, enums, typedefs, constants)
     return {"ggml": version} | {
         section: dict(sorted(part.items()))
         for section, part in zip(SECTIONS, parts, strict=True)
@@ -43,9 +43,9 @@ def load(path: Path) -> dict[str, Any]:
     return data
 
 
-def functions(path: Path) -> set[str]:
-    """The names of the functions in the lock."""
-    return set(load(path).get("functions", ()))
+def functions(path: Path) -> dict[str, str]:
+    """The functions in the lock, with their declarations."""
+    return dict(load(path).get("functions", {}))
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

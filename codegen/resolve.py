@@ -6,6 +6,7 @@ After this stage nothing has to be decided: the emitters only write down.
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,13 +128,13 @@ def resolve(
     exported: Mapping[str, Collection[str]],
     *,
     strict: bool,
-    known: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
     idle: Collection[str] = (),
     version: str = "",
     commit: str = "",
 ) -> Binding:
-    """Decide for every function. `exported`: library → symbols. `known`: functions of the
-    pin. `idle`: the annotation files of headers that are not bound here.
+    """Decide for every function. `exported`: library → symbols. `known`: the functions of
+    the pin, with their declarations. `idle`: the annotation files of headers that are not bound here.
 
     With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
     it a note of the report.
@@ -152,6 +153,9 @@ def resolve(
     skipped: dict[str, str] = {}
     for name, function in api.functions.items():
         table = annotations.of(api, function)
+        if not strict:
+            table, lost = _fit(function, table, (known or {}).get(name, ""))
+            notes.extend(lost)
         reason = _reason_to_skip(api, function, table, where)
         if reason:
             skipped[name] = reason
@@ -162,10 +166,25 @@ def resolve(
             complain(error)
             skipped[name] = f"its annotation does not fit: {error}"
     callbacks = _callbacks(api, annotations, bound, complain)
-    absent = tuple(sorted(set(known) - {b.name for b in bound} - set(_never(skipped))))
+    absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
     return Binding(
         api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit
     )
+
+
+def _fit(
+    function: ir.Function, table: dict[str, Any], pinned: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Leave out what is required of parameters that the pin has and this release lacks."""
+    here = {param.name for param in function.params}
+    gone = set(re.findall(r"(\w+)(?:\[\w*\])?[,)]", pinned)) - here
+    kept, lost = [], []
+    for text in table.get("require", ()):
+        if gone & set(re.findall(r"\w+", text)):
+            lost.append(f"{function.name}: no check of {text}")
+        else:
+            kept.append(text)
+    return {**table, "require": kept}, lost
 
 
 def _never(skipped: Mapping[str, str]) -> list[str]:
@@ -198,7 +217,7 @@ def _bind(
     head, _, of = ownership.partition(":")
     if of.isdigit() and int(of) < len(function.params):
         ownership = f"{head}:{function.params[int(of)].name}"
-    if returns in ("pointer", "string") and not ownership:
+    if returns in ("pointer", "string") and not ownership and not table.get("override"):
         raise place.error(f"{function.name} returns a pointer: who owns it? (ownership)")
     if head == "owned" and not table.get("free"):
         raise place.error(f"{function.name}: an owned result needs `free`")
@@ -358,8 +377,11 @@ def _callbacks(
             place = Place("callbacks.toml", 1)
             complain(place.error(f"the function-pointer type {typedef.name} is not annotated"))
             continue
-        table = annotations.callbacks[typedef.name][1]
+        place, table = annotations.callbacks[typedef.name]
         if not table.get("used", True):
+            continue
+        if "on_error" not in table and scalar_kind(api, pointed.returns) != "void":
+            complain(place.error(f"what does C get when a {typedef.name} fails? (on_error)"))
             continue
         userdata = next(
             (i for i, p in enumerate(pointed.params)
@@ -372,7 +394,7 @@ def _callbacks(
         kinds.append(
             CallbackKind(
                 typedef.name, pointed, userdata, table.get("threads", "caller"),
-                table.get("on_error", "override"), table.get("note", ""),
+                table.get("on_error", ""), table.get("note", ""),
                 scalar_kind(api, pointed.returns) == "struct",
                 tuple(slots.get(typedef.name, ())),
             )

@@ -169,12 +169,9 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         thread_state & s = state;
         s.kind = no_error;
         ++s.serial;
-        if (!check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
-            return zero();
-        }
         const bool raised_before = s.raised;
         s.raised = false;
-        region here{Traits::how, Traits::threads(a...), nullptr};
+        region here{Traits::how, 1, nullptr};
         region * const outer = s.inside;
         jmp_buf jump;
         if constexpr (Traits::how == leave::by_jump) {
@@ -188,6 +185,13 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         }
         s.inside = &here;
         try {
+            // inside the region: what is required may be asked of ggml, which may abort over it
+            if (!check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
+                s.inside = outer;
+                s.raised = raised_before;
+                return zero();
+            }
+            here.threads = Traits::threads(a...);
             if constexpr (std::is_void_v<R>) {
                 F(a...);
                 s.inside = outer;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from .. import ir
-from ..resolve import Arg, Binding, Bound, scalar_kind
+from ..resolve import Arg, Binding, Bound, python_name, scalar_kind
 from . import pytypes
 from .enums import named as named_enums
 
@@ -137,7 +137,7 @@ def _signature(binding: Binding, bound: Bound) -> str:
         if arg is spread:
             words.append(f"{arg.name}=None")
             words.append("*")
-            words += [f"{field.name}=..." for field in _fields(binding, arg)]
+            words += [f"{python_name(field.name)}=..." for field in _fields(binding, arg)]
         else:
             words.append(arg.name if arg.default is None else f"{arg.name}={arg.default}")
     return ", ".join(words)
@@ -156,7 +156,7 @@ def _stub_signature(binding: Binding, bound: Bound) -> str:
                 optional = " | None" if scalar_kind(binding.api, field.type) == "pointer" else ""
                 if scalar_kind(binding.api, field.type) == "enum":
                     inner += " | int"
-                words.append(f"{field.name}: {inner}{optional} = ...")
+                words.append(f"{python_name(field.name)}: {inner}{optional} = ...")
         else:
             if arg.kind == "struct":
                 text = f"{arg.name}: {pytypes.value(binding, arg.type)}"
@@ -202,6 +202,7 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
     before: list[str] = []
     passed: dict[str, str] = {}
     sizes = {a.size: a for a in bound.args if a.kind == "buffer"}
+    counted: dict[str, Arg] = {}
     for arg in bound.args:
         passed.setdefault(arg.c_name, arg.name)
         name = arg.name
@@ -213,7 +214,9 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"_NULL if {name} is None else {name}"
         elif arg.kind == "struct":
             if arg is _struct_arg(binding, bound):
-                fields = ", ".join(f'"{f.name}": {f.name}' for f in _fields(binding, arg))
+                fields = ", ".join(
+                    f'"{f.name}": {python_name(f.name)}' for f in _fields(binding, arg)
+                )
                 before.append(
                     f'{name} = _struct("{ir.declare(arg.type)}", {name}, {{{fields}}}, "{bound.name}")'
                 )
@@ -228,6 +231,12 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             )
             passed[arg.c_name] = f"p_{arg.c_name}"
             if isinstance(arg.length, str):
+                first = counted.setdefault(arg.length, arg)
+                if first is not arg:  # one length for several arrays
+                    before.append(
+                        f'_runtime.same_length("{bound.name}", "{first.name}", '
+                        f'n_{first.c_name}, "{name}", {count})'
+                    )
                 passed[arg.length] = count
         elif arg.kind == "buffer":
             size = arg.size or "None"
@@ -351,7 +360,8 @@ def _docstring(binding: Binding, bound: Bound) -> str:
     lines = [f"``{ir.declare(function.type, function.name)}``", ""]
     lines.append(f"{function.where.header}:{function.where.line}.")
     if function.deprecated is not None:
-        lines += ["", f"Deprecated: {function.deprecated}."]
+        hint = f": {function.deprecated}" if function.deprecated else ""
+        lines += ["", f"Deprecated{hint}."]
     if function.where.comment:
         lines += ["", function.where.comment]
     described = [(n, t) for n, t in function.where.param_comments if n in {a.c_name for a in bound.args}]
@@ -386,7 +396,7 @@ def _facts(bound: Bound) -> list[str]:
     if nullable:
         facts.append(f"May be None: {', '.join(nullable)}.")
     for condition in bound.require:
-        facts.append(f"Requires {condition}.")
+        facts.append(f"Requires {condition.replace('check::', '')}.")
     facts.append(f"Guard: {bound.guard}.")
     return facts
 

@@ -70,7 +70,7 @@ def _own_traits(bound: Bound) -> str:
         lines.append("    static constexpr bool has_requirements = true;")
         lines.append(f"    static const char * require({params}) {{ {unused}")
         for text in bound.require:
-            literal = text.replace("\\", "\\\\").replace('"', '\\"')
+            literal = text.replace("check::", "").replace("\\", "\\\\").replace('"', '\\"')
             lines.append(f'        if (!({text})) return "{literal}";')
         lines.append("        return nullptr;\n    }")
     if bound.threads:

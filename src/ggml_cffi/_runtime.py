@@ -224,6 +224,15 @@ def _from_numpy(
     return ffi.from_buffer(f"{element}[]", value, require_writable=writes), value.size
 
 
+def same_length(function: str, first: str, n_first: int, second: str, n_second: int) -> None:
+    """Arrays that share their length in C have the same."""
+    if n_first != n_second:
+        raise ValueError(
+            f"{function}: {first} has {n_first} elements and {second} {n_second}; "
+            "they must have the same number"
+        )
+
+
 def buffer(
     value: Any, size: int | None, function: str, name: str, *, nullable: bool, writes: bool
 ) -> tuple[Any, int]:
