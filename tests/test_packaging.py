@@ -260,6 +260,35 @@ def test_editable_install_beside_a_build_for_another_ggml(
     )
 
 
+def test_a_system_prefix_is_linked_where_it_lies(checkout: Path, folder: Path, other: Path) -> None:
+    """Nothing is copied; when the system's ggml is exchanged, the import says so."""
+    root, dest = folder / "system", folder / "linked-to-system"
+    shutil.copytree(find_prefix({}).root, root)
+    dest.mkdir()
+    environ = {"GGML_CFFI_PREFIX": str(root), "GGML_CFFI_LINK": "system"}
+    wheel = build_wheel(checkout, dest, "--no-build-isolation", **environ)
+    assert not [name for name in names_in(wheel) if "libggml" in name]
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(dest / "site")
+    path = str(dest / "site")
+    found = report(sys.executable, folder, PYTHONPATH=path)
+    libraries = found["libraries"]
+    assert isinstance(libraries, list)
+    assert {str(Path(p).parent) for p in libraries} == {
+        str(dest / "site" / "ggml_cffi" / "_gen"),
+        str(root / "lib64"),
+    }
+
+    shutil.rmtree(root / "lib64")
+    shutil.copytree(other / "lib64", root / "lib64")
+    old, new = find_prefix({}), find_prefix({"GGML_CFFI_PREFIX": str(root)})
+    command = [sys.executable, "-c", "import ggml_cffi"]
+    text = run(*command, cwd=folder, fails=True, PYTHONPATH=path).splitlines()[-1]
+    assert text.startswith("ImportError: ")
+    assert f"built for ggml {old.version} ({old.commit}) in {root}" in text
+    assert f"ggml {new.version} ({new.commit})" in text
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [

@@ -7,6 +7,7 @@ be loaded, or is served by a ggml other than the one it was compiled against.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -93,7 +94,7 @@ def _memory_maps() -> str:
         return ""
 
 
-def _import_extension(environ: Mapping[str, str]) -> ModuleType:
+def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleType:
     flags = os.RTLD_NOW | os.RTLD_LOCAL
     if _deepbind(environ, _memory_maps()):
         flags |= os.RTLD_DEEPBIND
@@ -114,13 +115,27 @@ def _import_extension(environ: Mapping[str, str]) -> ModuleType:
             ) from error
         except ImportError as error:
             raise ImportError(
-                f"the extension of ggml_cffi cannot be loaded: {error}. If a library is missing or "
-                f"another than when it was built, {_REBUILD}",
+                f"the extension of ggml_cffi cannot be loaded: {error}. {_what_lies_there(info)}"
+                f"{_REBUILD[0].upper()}{_REBUILD[1:]}",
                 name=name,
                 path=error.path,
             ) from error
         finally:
             sys.setdlopenflags(before)
+
+
+def _what_lies_there(info: ModuleType) -> str:
+    """Say which ggml is in the system's folder now: another one may lack what is linked to."""
+    if info.SYSTEM_LIBDIR is None:
+        return ""
+    text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {info.SYSTEM_LIBDIR}"
+    for path in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
+        with contextlib.suppress(OSError, AttributeError):
+            base = ctypes.CDLL(str(path))
+            base.ggml_version.restype = base.ggml_commit.restype = ctypes.c_char_p
+            version, commit = base.ggml_version().decode(), base.ggml_commit().decode()
+            return f"{text}; {path} is ggml {version} ({commit}) now. "
+    return f"{text}; there is no libggml-base.so that can be loaded now. "
 
 
 def _check_served(module: Any, info: ModuleType) -> None:
@@ -174,7 +189,7 @@ def _load() -> tuple[Any, FFI]:
     info = _build_info()
     _check_files(info)
     _prepare_process(os.environ)
-    module: Any = _import_extension(os.environ)
+    module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
     return module.lib, module.ffi
 
