@@ -54,6 +54,7 @@ struct thread_state {
     int         kind = no_error;
     int         index = -1;            // which argument
     bool        raised = false;        // a callback of the present call failed
+    bool        foreign = false;       // Python was entered from no guarded call
     void *      orphan = nullptr;      // a result that the failed call had already made
     uint64_t    serial = 0;            // of guarded calls
     uint64_t    log_serial = 0;        // the call that `log` belongs to
@@ -63,6 +64,7 @@ struct thread_state {
 
 inline thread_local thread_state state;
 inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
+inline std::atomic<bool> foreign_raised{false};       // a callback failed on a thread of ggml's own
 inline std::atomic<bool> user_abort{false};           // Python wants to hear of the end
 
 // ---- threads of CPU backends: an abort in a kernel can only be caught where one thread computes
@@ -233,7 +235,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     }
 
     static bool finish(thread_state & s, bool raised_before) {
-        const bool raised = s.raised;
+        const bool raised = s.raised || (Traits::how == leave::compute && foreign_raised);
         s.raised = raised_before;
         if (raised) {
             s.kind = callback_raised;
@@ -293,11 +295,28 @@ template <uint64_t Nonnull, leave How> struct traits {
 
 // ---- into Python and back
 
-// Entered by every trampoline: the guard rests while Python runs.
+// Entered by every trampoline: the guard rests while Python runs. What Python raises is of the
+// guarded call that led here; on a thread of ggml's own there is none, and the exception waits for
+// the computation to end (foreign_raised).
 struct python_entry {
     region * const outer = state.inside;
-    python_entry() { state.inside = nullptr; }
-    ~python_entry() { state.inside = outer; }
+    const bool     raised_before = state.raised;
+    const bool     foreign_before = state.foreign;
+    python_entry() {
+        state.inside = nullptr;
+        state.raised = false;
+        state.foreign = outer == nullptr;
+    }
+    bool failed() const { return state.raised; }
+    ~python_entry() {
+        if (state.raised && state.foreign) {
+            foreign_raised = true;
+            state.raised = false;
+        }
+        state.inside = outer;
+        state.raised = state.raised || raised_before;
+        state.foreign = foreign_before;
+    }
 };
 
 // `nr` came after the meta device itself.
@@ -339,6 +358,9 @@ static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool parti
 
 static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }
 static void ggml_cffi_callback_raised(void) { ggml_cffi::state.raised = true; }
+static bool ggml_cffi_foreign_thread(void) { return ggml_cffi::state.foreign; }
+static void ggml_cffi_foreign_taken(void) { ggml_cffi::foreign_raised = false; }
+static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
 
 static void ggml_cffi_set_user_abort(bool wanted) { ggml_cffi::user_abort = wanted; }

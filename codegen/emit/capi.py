@@ -169,7 +169,7 @@ def _stub_signature(binding: Binding, bound: Bound) -> str:
 
 def _function(binding: Binding, bound: Bound) -> str:
     lines = [f"\n\ndef {bound.name}({_signature(binding, bound)}):"]
-    lines.append(textwrap.indent(_docstring(binding, bound), "    "))
+    lines.append(textwrap.indent(_literal(docstring(binding, bound)), "    "))
     body: list[str] = []
     if bound.function.deprecated is not None:
         body.append(f"_runtime.deprecated({bound.name!r}, {bound.function.deprecated!r})")
@@ -178,14 +178,14 @@ def _function(binding: Binding, bound: Bound) -> str:
     conversion, passed = _conversions(binding, bound)
     call = f"_c_{bound.name}({', '.join(passed)})"
     if bound.returns != "void":
-        call = f"r = {call}"
+        call = f"_r = {call}"
     attempt = [*conversion, call]
     if bound.visible:
         attempt = [
             "try:",
             *(f"    {line}" for line in attempt),
-            "except (TypeError, OverflowError) as e:",
-            f'    raise _bad("{bound.name}", {shown}, e) from None',
+            "except (TypeError, OverflowError) as _e:",
+            f'    raise _bad("{bound.name}", {shown}, _e) from None',
         ]
     after = _result(binding, bound, shown)
     callbacks = [arg for arg in bound.args if arg.kind == "callback"]
@@ -202,7 +202,7 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
     before: list[str] = []
     passed: dict[str, str] = {}
     sizes = {a.size: a for a in bound.args if a.kind == "buffer"}
-    counted: dict[str, Arg] = {}
+    counted: dict[str, list[Arg]] = {}
     for arg in bound.args:
         passed.setdefault(arg.c_name, arg.name)
         name = arg.name
@@ -222,43 +222,43 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
                 )
         elif arg.kind == "array":
             assert arg.element is not None
-            count = f"n_{arg.c_name}"
+            count = f"_n_{arg.c_name}"
             fixed = arg.length if isinstance(arg.length, int) else None
             before.append(
-                f'p_{arg.c_name}, {count} = _array("{_plain(arg.element)}", {name}, '
+                f'_p_{arg.c_name}, {count} = _array("{_plain(arg.element)}", {name}, '
                 f'"{bound.name}", "{name}", nullable={arg.nullable}, unique={arg.unique}, '
                 f"minimum={arg.min_length}, fixed={fixed}, writes={arg.writes})"
             )
-            passed[arg.c_name] = f"p_{arg.c_name}"
+            passed[arg.c_name] = f"_p_{arg.c_name}"
             if isinstance(arg.length, str):
-                first = counted.setdefault(arg.length, arg)
-                if first is not arg:  # one length for several arrays
-                    before.append(
-                        f'_runtime.same_length("{bound.name}", "{first.name}", '
-                        f'n_{first.c_name}, "{name}", {count})'
-                    )
+                counted.setdefault(arg.length, []).append(arg)
                 passed[arg.length] = count
         elif arg.kind == "buffer":
             size = arg.size or "None"
-            count = f"n_{arg.c_name}"
+            count = f"_n_{arg.c_name}"
             before.append(
-                f'p_{arg.c_name}, {count} = _buffer({name}, {size}, "{bound.name}", "{name}", '
+                f'_p_{arg.c_name}, {count} = _buffer({name}, {size}, "{bound.name}", "{name}", '
                 f"nullable={arg.nullable}, writes={arg.writes})"
             )
             passed[arg.c_name] = (
-                f"p_{arg.c_name}" if _is_void(binding, arg.type)
-                else f'_ffi.cast("{ir.declare(arg.type)}", p_{arg.c_name})'
+                f"_p_{arg.c_name}" if _is_void(binding, arg.type)
+                else f'_ffi.cast("{ir.declare(arg.type)}", _p_{arg.c_name})'
             )  # fmt: skip
             if arg.size in sizes:
                 passed[str(arg.size)] = count
         elif arg.kind == "out":
             assert arg.element is not None
-            before.append(f'o_{arg.c_name} = _ffi.new("{_plain(arg.element)} *")')
-            passed[arg.c_name] = f"o_{arg.c_name}"
+            before.append(f'_o_{arg.c_name} = _ffi.new("{_plain(arg.element)} *")')
+            passed[arg.c_name] = f"_o_{arg.c_name}"
         elif arg.kind == "callback":
-            passed[arg.c_name] = f"f_{arg.c_name}"
+            passed[arg.c_name] = f"_f_{arg.c_name}"
             if arg.callback and arg.callback.userdata:
-                passed[arg.callback.userdata] = f"u_{arg.c_name}"
+                passed[arg.callback.userdata] = f"_u_{arg.c_name}"
+    for length, arrays in counted.items():
+        if len(arrays) > 1:  # one length for several arrays; those that are None do not count
+            pairs = ", ".join(f'("{a.name}", {a.name}, _n_{a.c_name})' for a in arrays)
+            before.append(f'_n_{length} = _runtime.length("{bound.name}", ({pairs}))')
+            passed[length] = f"_n_{length}"
     return before, [passed[p.name] for p in bound.function.params]
 
 
@@ -281,7 +281,7 @@ def _with_callbacks(
     bound: Bound, callbacks: list[Arg], attempt: list[str], after: list[str]
 ) -> list[str]:
     """The call inside a block that keeps the Python functions as long as the annotation says."""
-    lines = ["with _Attached() as cb:"]
+    lines = ["with _Attached() as _cb:"]
     for arg in callbacks:
         spec = arg.callback
         assert spec is not None
@@ -289,7 +289,7 @@ def _with_callbacks(
         if lifetime == "replaced":
             owner = bound.visible[0].name if bound.visible[0] is not arg else "None"
         lines.append(
-            f'    f_{arg.c_name}, u_{arg.c_name} = cb.add("{spec.kind}", {arg.name}, '
+            f'    _f_{arg.c_name}, _u_{arg.c_name} = _cb.add("{spec.kind}", {arg.name}, '
             f'"{lifetime}", {owner or None}, "{bound.name}", "{arg.name}", {spec.slot!r})'
         )
     lines += [f"    {line}" for line in attempt]
@@ -297,7 +297,7 @@ def _with_callbacks(
     inside = [line for line in after if not line.startswith("return ")]
     lines += [f"    {line}" for line in inside if line]
     if any(arg.callback and arg.callback.lifetime == "result" for arg in callbacks):
-        lines.append("    cb.result(r)")
+        lines.append("    _cb.result(_r)")
     if returned:
         lines += [line for line in after if line.startswith("return ")]
     return lines
@@ -313,34 +313,34 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
     """Statements after the call: errors, then the value."""
     fail = f'raise _failed("{bound.name}", {shown})'
     lines: list[str] = []
-    value: str | None = "r"
+    value: str | None = "_r"
     kind = bound.returns
     if kind in ("pointer", "string"):
         if bound.null == "error":
-            lines += ["if not r:", f"    {fail}"]
+            lines += ["if not _r:", f"    {fail}"]
         else:
-            lines += ["if not r and _error():", f"    {fail}"]
-            value = "r if r else None"
+            lines += ["if not _r and _error():", f"    {fail}"]
+            value = "_r if _r else None"
         if kind == "string":
-            value = "_text(r)"
+            value = "_text(_r)"
     elif kind in ("number", "bool", "enum"):
-        lines += ["if not r and _error():", f"    {fail}"]
+        lines += ["if not _r and _error():", f"    {fail}"]
         if kind == "enum":
-            value = f"_E_{_tag(binding, bound)}.get(r, r)"
+            value = f"_E_{_tag(binding, bound)}.get(_r, _r)"
     elif kind == "status":
-        lines += ["if r or _error():", f'    raise _failed("{bound.name}", {shown}, r)']
-        value = "_E_ggml_status[r]"
+        lines += ["if _r or _error():", f'    raise _failed("{bound.name}", {shown}, _r)']
+        value = "_E_ggml_status[_r]"
     elif kind == "success":
-        lines += ["if not r:", f"    {fail}"]
+        lines += ["if not _r:", f"    {fail}"]
         value = None
     else:  # void, struct
         lines += ["if _error():", f"    {fail}"]
-        value = None if kind == "void" else "r"
+        value = None if kind == "void" else "_r"
     if _releases(binding, bound):
         lines += ["if _owners:", f"    _release({bound.visible[0].name})"]
-    outs = [f'_out(o_{arg.c_name}[0], "{scalar_kind(binding.api, arg.element)}")'
+    outs = [f'_out(_o_{arg.c_name}[0], "{scalar_kind(binding.api, arg.element)}")'
             if scalar_kind(binding.api, arg.element) in ("pointer", "string")  # type: ignore[arg-type]
-            else f"o_{arg.c_name}[0]" for arg in bound.outs]  # fmt: skip
+            else f"_o_{arg.c_name}[0]" for arg in bound.outs]  # fmt: skip
     values = ([value] if value else []) + outs
     if values:
         lines.append(f"return {', '.join(values)}")
@@ -355,7 +355,8 @@ def _releases(binding: Binding, bound: Bound) -> bool:
 # ---- docstrings
 
 
-def _docstring(binding: Binding, bound: Bound) -> str:
+def docstring(binding: Binding, bound: Bound) -> str:
+    """C's signature, where it stands, what the header says, who owns what."""
     function = bound.function
     lines = [f"``{ir.declare(function.type, function.name)}``", ""]
     lines.append(f"{function.where.header}:{function.where.line}.")
@@ -371,7 +372,11 @@ def _docstring(binding: Binding, bound: Bound) -> str:
     lines += ["", *_facts(bound)]
     if bound.note:
         lines += ["", bound.note]
-    text = "\n".join(line.rstrip() for line in "\n".join(lines).split("\n"))
+    return "\n".join(line.rstrip() for line in "\n".join(lines).split("\n"))
+
+
+def _literal(text: str) -> str:
+    """`text` as a docstring's source."""
     text = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     if text.endswith('"'):
         text += " "

@@ -91,6 +91,8 @@ def _argument(binding: Binding, arg: Arg) -> str:
             return "Sequence[types.String]"
         inner = element(binding, arg.element)
         numbers = inner in ("int", "float", "bool")
+        if arg.writes:
+            return f"types.NumberArray | types.Array[{inner}]"
         extra = " | types.NumberArray" if numbers else ""
         return f"Sequence[{inner}]{extra}"
     return value(binding, arg.type)

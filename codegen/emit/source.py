@@ -117,15 +117,26 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
     python = f"ggml_cffi_py_{kind.name}"
     lines = [f"static {ir.declare(kind.type, name)} {{"]
     if kind.by_out:
-        lines.append(f"    {returns} result = {kind.on_error};")
         call = f"{python}({', '.join([*arguments, '&result'])})"
-        lines.append(f"    if (!ggml_cffi::closing) {{ ggml_cffi::python_entry entry; {call}; }}")
-        lines.append("    return result;")
+        lines += [
+            f"    {returns} result = {kind.on_error};",
+            "    if (ggml_cffi::closing) { return result; }",
+            "    ggml_cffi::python_entry entry;",
+            f"    {call};",
+            f"    if (entry.failed()) {{ result = {kind.on_error}; }}",
+            "    return result;",
+        ]
     else:
         call = f"{python}({', '.join(arguments)})"
         fallback = "return;" if void else f"return {kind.on_error};"
-        lines.append(f"    if (ggml_cffi::closing) {{ {fallback} }}")
-        lines.append("    ggml_cffi::python_entry entry;")
-        lines.append(f"    {'' if void else 'return '}{call};")
+        lines += [
+            f"    if (ggml_cffi::closing) {{ {fallback} }}",
+            "    ggml_cffi::python_entry entry;",
+        ]
+        if void:
+            lines.append(f"    {call};")
+        else:
+            lines.append(f"    {returns} result = {call};")
+            lines.append(f"    return entry.failed() ? ({returns}) {kind.on_error} : result;")
     lines.append("}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import ir
 from ..resolve import Binding, Bound, CallbackKind, scalar_kind
+from .capi import docstring
 from .cdef import trampolines
 
 
@@ -15,6 +16,8 @@ def emit(binding: Binding) -> str:
         "SPECS = {",
     ]
     lines += [f'    "{b.name}": {_spec(b)},' for b in binding.bound]
+    lines += ["}", "", "#: Docstrings of the functions that are written by hand.", "DOCS = {"]
+    lines += [f'    "{b.name}": {docstring(binding, b)!r},' for b in binding.bound if b.override]
     lines += ["}", "", "KINDS = {"]
     slot = 0
     for kind in binding.callbacks:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from ._gen.tables import KINDS
@@ -155,15 +157,32 @@ def release(owner: Any) -> None:
 
 
 def raise_later(error: BaseException) -> None:
-    """Let `error` come out of the C call that this thread is in."""
-    _raised.errors.append(error)
+    """Let `error` come out of the C call that this thread is in.
+
+    On a thread of ggml's own there is none: it comes out of the next computation that ends.
+    """
+    if lib.ggml_cffi_foreign_thread():
+        with _lock:
+            _foreign.append(error)
+    else:
+        _raised.errors.append(error)
     lib.ggml_cffi_callback_raised()
 
 
 def take_raised(function: str) -> BaseException:
     """The first exception that a callback raised during the call that has just ended."""
-    pending, _raised.errors = _raised.errors, []
+    pending = drop_raised()
+    with _lock:
+        pending += _foreign
+        _foreign.clear()
+        lib.ggml_cffi_foreign_taken()
     return pending[0] if pending else RuntimeError(f"{function}: a callback failed")
+
+
+def drop_raised() -> list[BaseException]:
+    """Forget what callbacks raised on this thread, and give it back."""
+    pending, _raised.errors = _raised.errors, []
+    return pending
 
 
 # ---- the Python side of every trampoline
@@ -261,12 +280,21 @@ def _define() -> None:
         ffi.def_extern(name=f"ggml_cffi_py_{name}")(body)
 
 
+#: Takes ggml's log in place of the bridge to logging, while it is not None.
+log_receiver: Callable[[Any, str], object] | None = None
+
+
 @ffi.def_extern(name="ggml_cffi_py_log")  # type: ignore[untyped-decorator]
 def _log(level: int, line: Any) -> None:
+    receiver = log_receiver
     try:
-        receive(level, ffi.string(line).decode("utf-8", "replace"))
-    except BaseException:  # noqa: B036 - a log line must never break the call that wrote it
-        logging.getLogger("ggml_cffi").debug("a log handler failed", exc_info=True)
+        words = ffi.string(line).decode("utf-8", "replace")
+        if receiver is None:
+            receive(level, words)
+        else:
+            receiver(_convert("enum:ggml_log_level", level), words)
+    except BaseException as error:  # noqa: B036 - a line must never break the call that wrote it
+        _report(error, "Exception ignored in the receiver of ggml's log", receiver or receive)
 
 
 #: The function that hears of an abort nobody can catch, just before the process ends.
@@ -279,8 +307,26 @@ def _abort(message: Any) -> None:
     try:
         if observer is not None:
             observer(ffi.string(message).decode("utf-8", "replace"))
-    except BaseException:  # noqa: B036 - the process ends anyhow
-        logging.getLogger("ggml_cffi").exception("the abort callback failed")
+    except BaseException as error:  # noqa: B036 - the process ends anyhow
+        _report(error, "Exception ignored in the abort callback", observer)
+
+
+def _report(error: BaseException, what: str, function: object) -> None:
+    """Hand an exception that can go nowhere else to `sys.unraisablehook`; an interrupt comes out."""
+    if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        raise_later(error)
+    elif sys.unraisablehook is sys.__unraisablehook__:  # takes nothing but the interpreter's own
+        print(f"{what}: {function!r}", file=sys.stderr)
+        traceback.print_exception(error, file=sys.stderr)
+    else:
+        arguments = SimpleNamespace(
+            exc_type=type(error),
+            exc_value=error,
+            exc_traceback=error.__traceback__,
+            err_msg=what,
+            object=function,
+        )
+        sys.unraisablehook(arguments)  # type: ignore[arg-type]
 
 
 def set_abort_observer(function: Callable[[str], object] | None) -> None:

@@ -162,6 +162,9 @@ def array(
         pointer = value
     elif isinstance(value, np.ndarray):
         pointer, length = _from_numpy(element, value, function, name, writes)
+    elif writes:
+        raise TypeError(f"{name} is written to: it must be a NumPy array or cdata, not "
+                        f"{type(value).__name__}")
     elif isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a sequence, not {type(value).__name__}")
     else:
@@ -224,13 +227,16 @@ def _from_numpy(
     return ffi.from_buffer(f"{element}[]", value, require_writable=writes), value.size
 
 
-def same_length(function: str, first: str, n_first: int, second: str, n_second: int) -> None:
-    """Arrays that share their length in C have the same."""
-    if n_first != n_second:
-        raise ValueError(
-            f"{function}: {first} has {n_first} elements and {second} {n_second}; "
-            "they must have the same number"
-        )
+def length(function: str, arrays: tuple[tuple[str, object, int], ...]) -> int:
+    """The one length of arrays that share it in C; an array that is None does not count."""
+    given = [(name, count) for name, value, count in arrays if value is not None]
+    for name, count in given[1:]:
+        if count != given[0][1]:
+            raise ValueError(
+                f"{function}: {given[0][0]} has {given[0][1]} elements and {name} {count}; "
+                "they must have the same number"
+            )
+    return given[0][1] if given else 0
 
 
 def buffer(
@@ -242,9 +248,9 @@ def buffer(
             return NULL, size or 0
         raise ValueError(f"{function}: {name} must not be None")
     if isinstance(value, _CData):
+        if ffi.typeof(value).kind == "array":
+            return value, _fitting(size, ffi.sizeof(value), function, name)
         if size is None:
-            if ffi.typeof(value).kind == "array":
-                return value, ffi.sizeof(value)
             raise TypeError(f"{name} is a bare pointer: the size must be given")
         return value, size
     try:
@@ -253,12 +259,16 @@ def buffer(
         raise TypeError(f"{name}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{function}: {name}: {error}") from None
-    have = len(view)
+    return view, _fitting(size, len(view), function, name)
+
+
+def _fitting(size: int | None, have: int, function: str, name: str) -> int:
+    """The bytes meant: all by default, never more than there are."""
     if size is None:
-        return view, have
+        return have
     if size > have:
         raise ValueError(f"{function}: {name} has {have} bytes, fewer than the {size} asked for")
-    return view, size
+    return size
 
 
 def deprecated(function: str, hint: str) -> None:
@@ -304,6 +314,7 @@ def failed(function: str, values: tuple[Any, ...], status: int | None = None) ->
     lib.ggml_cffi_clear()
     if kind == _CALLBACK_RAISED:
         return _from_callback(function, facts, values)
+    _callbacks_module().drop_raised()
     if kind == _ABORTED:
         return _with_cause(_abort(function, message), values)
     if kind == _NULL_ARGUMENT:
@@ -354,16 +365,19 @@ def _status(function: str, status: int, log: str) -> errors.StatusError:
 
 def _with_cause(error: BaseException, values: tuple[Any, ...]) -> BaseException:
     """Name the error that closed a meta device's latch as the cause of what followed from it."""
+    error.__cause__ = _callbacks_module().latched_error(values)
+    return error
+
+
+def _callbacks_module() -> Any:
+    """The callbacks, which need this module themselves."""
     from . import _callbacks
 
-    error.__cause__ = _callbacks.latched_error(values)
-    return error
+    return _callbacks
 
 
 def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseException:
     """The exception of the Python callback; a result already made is freed first."""
-    from . import _callbacks
-
     orphan = lib.ggml_cffi_take_orphan()
     if orphan and facts.free:
         if facts.free == "ggml_backend_buffer_free":
@@ -374,7 +388,8 @@ def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseE
         free = getattr(lib, facts.free)
         free(ffi.cast(ffi.typeof(free).args[0], orphan))
         lib.ggml_cffi_clear()
-    return _callbacks.take_raised(function)
+    raised: BaseException = _callbacks_module().take_raised(function)
+    return raised
 
 
 _CONTEXT = ffi.typeof("struct ggml_context *")
