@@ -1,5 +1,60 @@
+"""What all tests share: the backend that they run on, and strictness in CI.
+
+GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
+GGML_CFFI_TEST_META=N: `backend` is a meta backend over N CPU devices, not the CPU itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # codegen is no installed package
+
+CI = os.environ.get("GGML_CFFI_CI") == "1"
+META = int(os.environ.get("GGML_CFFI_TEST_META") or 0)
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[object, str], None]:
+    """``need(found, what)`` skips the test if nothing was found; in CI it fails it."""
+
+    def need(found: object, what: str) -> None:
+        if not found:
+            (pytest.fail if CI else pytest.skip)(f"there is no {what} here")
+
+    return need
+
+
+@pytest.fixture
+def cpu() -> Iterator[Any]:
+    """A CPU backend."""
+    from ggml_cffi import capi
+
+    backend = capi.ggml_backend_cpu_init()
+    yield backend
+    gc.collect()  # what a failed test left behind must not outlive its backend
+    capi.ggml_backend_free(backend)
+
+
+@pytest.fixture
+def backend(cpu: Any) -> Iterator[Any]:
+    """The backend that the run is for: the CPU, or a meta backend that mirrors all tensors."""
+    if not META:
+        yield cpu
+        return
+    from ggml_cffi import capi
+    from ggml_cffi.meta import MetaDevice, SplitState
+
+    with MetaDevice(["CPU"] * META, lambda tensor, n_devs: SplitState.mirrored()) as device:
+        made = capi.ggml_backend_dev_init(device.handle, None)
+        yield made
+        gc.collect()
+        capi.ggml_backend_free(made)

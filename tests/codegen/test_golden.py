@@ -1,7 +1,6 @@
 """One small header per feature of the generator, and all that is written for it.
 
-After a change that is meant: ``GGML_CFFI_UPDATE_GOLDEN=1 pytest tests/codegen/test_golden.py``, then
-read the diff.
+After a change that is meant: ``GGML_CFFI_UPDATE_GOLDEN=1 nox -s codegen``, then read the diff.
 """
 
 from __future__ import annotations
