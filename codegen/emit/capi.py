@@ -338,13 +338,20 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
         value = None if kind == "void" else "_r"
     if _releases(binding, bound):
         lines += ["if _owners:", f"    _release({bound.visible[0].name})"]
-    outs = [f'_out(_o_{arg.c_name}[0], "{scalar_kind(binding.api, arg.element)}")'
-            if scalar_kind(binding.api, arg.element) in ("pointer", "string")  # type: ignore[arg-type]
-            else f"_o_{arg.c_name}[0]" for arg in bound.outs]  # fmt: skip
+    outs = [_out_value(binding, arg) for arg in bound.outs]
     values = ([value] if value else []) + outs
     if values:
         lines.append(f"return {', '.join(values)}")
     return lines
+
+
+def _out_value(binding: Binding, arg: Arg) -> str:
+    """An out-parameter after the call."""
+    assert arg.element is not None
+    kind = scalar_kind(binding.api, arg.element)
+    return f'_out(_o_{arg.c_name}[0], "{kind}")' if kind in ("pointer", "string") else (
+        f"_o_{arg.c_name}[0]"
+    )
 
 
 def _releases(binding: Binding, bound: Bound) -> bool:

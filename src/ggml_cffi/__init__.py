@@ -4,8 +4,8 @@
 `MetaDevice` are objects over it. `lib` and `ffi` are cffi's raw level.
 """
 
-from ._loader import ffi, lib
-from . import capi, enums, errors  # isort: skip
+from . import _loader, capi, enums, errors
+from ._raw import FFI, Lib
 from .buffer import Buffer, MultiBuffer
 from .device import Backend, Device, device, devices
 from .errors import (
@@ -19,6 +19,8 @@ from .errors import (
 )
 from .meta import MetaDevice, SplitAxis, SplitState, TensorInfo
 
+ffi: FFI = _loader.ffi
+lib: Lib = _loader.lib
 __version__: str
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import sys
 import threading
 import traceback
@@ -50,9 +49,9 @@ _raised = _Raised()
 class Registration:
     """A Python function that C may call until `drop`."""
 
-    def __init__(self, kind: str, function: Callable[..., Any]) -> None:
+    def __init__(self, kind: str, function: Any) -> None:
         self.kind = kind
-        self.function: Callable[..., Any] | None = function
+        self.function = function
         self.number = next(_numbers)
         self.thread = threading.get_ident()
         with _lock:
@@ -234,7 +233,7 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
             if facts.returns == "void":
                 return None
             return _checked(name, facts, result)
-        except BaseException as error:  # noqa: B036 - it comes out of the C call
+        except BaseException as error:
             raise_later(error)
             return default
 
@@ -270,7 +269,7 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
         )
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
-    except BaseException as error:  # noqa: B036 - ggml must get an answer; out is MIRRORED
+    except BaseException as error:
         raise_later(error)
 
 
@@ -293,7 +292,7 @@ def _log(level: int, line: Any) -> None:
             receive(level, words)
         else:
             receiver(_convert("enum:ggml_log_level", level), words)
-    except BaseException as error:  # noqa: B036 - a line must never break the call that wrote it
+    except BaseException as error:
         _report(error, "Exception ignored in the receiver of ggml's log", receiver or receive)
 
 
@@ -307,12 +306,12 @@ def _abort(message: Any) -> None:
     try:
         if observer is not None:
             observer(ffi.string(message).decode("utf-8", "replace"))
-    except BaseException as error:  # noqa: B036 - the process ends anyhow
+    except BaseException as error:
         _report(error, "Exception ignored in the abort callback", observer)
 
 
 def _report(error: BaseException, what: str, function: object) -> None:
-    """Hand an exception that can go nowhere else to `sys.unraisablehook`; an interrupt comes out."""
+    """Hand what can go nowhere else to `sys.unraisablehook`; but an interrupt comes out."""
     if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
         raise_later(error)
     elif sys.unraisablehook is sys.__unraisablehook__:  # takes nothing but the interpreter's own
@@ -347,7 +346,7 @@ _meta: dict[int, SplitFunction] = {}
 
 def new_split_callback(function: SplitFunction) -> tuple[Any, Any]:
     """The C function and the userdata through which ggml asks `function`; never reused."""
-    registration = Registration(_SPLIT, function)  # type: ignore[arg-type]
+    registration = Registration(_SPLIT, function)
     return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), registration.userdata
 
 

@@ -17,10 +17,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cffi import FFI
+from typing import Any
 
 __all__ = ["ffi", "lib", "library_files"]
 
@@ -184,7 +181,7 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, FFI]:
+def _load() -> tuple[Any, Any]:
     _check_platform()
     info = _build_info()
     _check_files(info)
