@@ -233,7 +233,7 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
             if facts.returns == "void":
                 return None
             return _checked(name, facts, result)
-        except BaseException as error:
+        except BaseException as error:  # it comes out of the C call
             raise_later(error)
             return default
 
@@ -269,7 +269,7 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
         )
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
-    except BaseException as error:
+    except BaseException as error:  # ggml must get an answer; out is MIRRORED
         raise_later(error)
 
 
@@ -292,7 +292,7 @@ def _log(level: int, line: Any) -> None:
             receive(level, words)
         else:
             receiver(_convert("enum:ggml_log_level", level), words)
-    except BaseException as error:
+    except BaseException as error:  # a line must never break the call that wrote it
         _report(error, "Exception ignored in the receiver of ggml's log", receiver or receive)
 
 
@@ -306,7 +306,7 @@ def _abort(message: Any) -> None:
     try:
         if observer is not None:
             observer(ffi.string(message).decode("utf-8", "replace"))
-    except BaseException as error:
+    except BaseException as error:  # the process ends anyhow
         _report(error, "Exception ignored in the abort callback", observer)
 
 

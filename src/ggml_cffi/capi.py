@@ -11,6 +11,7 @@ returned; a struct by value is made from keywords; a callback is a Python functi
 `__coverage__` says what of the headers is bound.
 """
 
+from ._family import *  # noqa: F403
 from ._gen.capi import *  # noqa: F403
 from ._gen.capi import __coverage__ as __coverage__
 from ._overrides import *  # noqa: F403
