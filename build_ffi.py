@@ -55,12 +55,14 @@ def limited_api() -> bool:
     return not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "gettotalrefcount"))
 
 
-def prepare(prefix: Prefix, gen: Path, libs: Path) -> cffi.FFI:
+def prepare(prefix: Prefix, gen: Path, libs: Path, compiler: str) -> cffi.FFI:
     """Generate the Python files into ``gen`` and copy the libraries of ``prefix`` into ``libs``.
+
+    ``compiler`` preprocesses the headers; a C++ compiler does, so that no other is needed.
 
     Returns what compiles the extension. Raises BuildError, or the errors of the generator.
     """
-    generated = codegen.generate(prefix, gen)
+    generated = codegen.generate(prefix, gen, compiler=compiler)
     if not prefix.system:
         copy_libraries(prefix, libs)
         write_license(prefix, ROOT / "NOTICE-ggml", libs / "LICENSE.ggml")

@@ -69,6 +69,7 @@ class BuildGgml(Command):
     def run(self) -> None:
         try:
             from codegen.prefix import BuildError
+            from codegen.preprocess import PreprocessError
         except ImportError as error:
             raise _exit(
                 f"the build requirement {error.name} is missing\n"
@@ -77,7 +78,7 @@ class BuildGgml(Command):
             ) from None
         try:
             self._run()
-        except BuildError as error:
+        except (BuildError, PreprocessError) as error:
             raise _exit(str(error)) from None
 
     def _run(self) -> None:
@@ -86,7 +87,7 @@ class BuildGgml(Command):
 
         check_platform()
         prefix = self.get_finalized_command("build").prefix or find_prefix(os.environ)
-        os.environ["CXX"] = find_compiler(os.environ)  # setuptools compiles with it
+        os.environ["CXX"] = compiler = find_compiler(os.environ)  # setuptools compiles with it
         self.announce(f"ggml {prefix.version} ({prefix.commit}): {prefix.origin}", level=2)
 
         import build_ffi
@@ -95,7 +96,7 @@ class BuildGgml(Command):
         shutil.rmtree(work, ignore_errors=True)
         for name in MADE:
             (work / name).mkdir(parents=True)
-        builder = build_ffi.prepare(prefix, *(work / name for name in MADE))
+        builder = build_ffi.prepare(prefix, *(work / name for name in MADE), compiler)
         made = builder.distutils_extension(tmpdir=str(work / "source"), verbose=False)
         self._fill_extension(made)
 

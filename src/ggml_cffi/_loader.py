@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ffi", "lib", "library_files"]
+__all__ = ["ffi", "lib", "library_files", "load_backends"]
 
 PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
@@ -34,6 +34,23 @@ def library_files(info: ModuleType) -> dict[str, Path]:
     if info.SYSTEM_LIBDIR is None:
         return {name: LIBS / f"lib{name}-{info.PREFIX_KEY}.so" for name in info.LIBRARIES}
     return {name: Path(info.SYSTEM_LIBDIR, f"lib{name}.so") for name in info.LIBRARIES}
+
+
+def load_backends() -> None:
+    """Load the backends that came as loadable modules with a copied ggml, if any.
+
+    A ggml built with GGML_BACKEND_DL looks for them where it was installed or beside the Python
+    executable, so ``ggml_backend_load_all`` alone does not find the copies. Calling it again loads
+    nothing anew.
+    """
+    modules = [path for path in LIBS.glob("libggml-*.so") if _PREFIX_KEY not in path.name]
+    if not modules:
+        return
+    for path in modules:
+        # First with our flags: ggml's dlopen would let another ggml of the process serve them.
+        with contextlib.suppress(OSError):  # for another processor, or without its driver
+            ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
+    lib.ggml_backend_load_all_from_path(os.fsencode(LIBS))
 
 
 def _check_platform() -> None:
@@ -84,6 +101,11 @@ def _deepbind(environ: Mapping[str, str], maps: str) -> bool:
     return not any(name in maps for name in _SANITIZERS)
 
 
+def _dlopen_flags(environ: Mapping[str, str]) -> int:
+    flags = os.RTLD_NOW | os.RTLD_LOCAL
+    return flags | os.RTLD_DEEPBIND if _deepbind(environ, _memory_maps()) else flags
+
+
 def _memory_maps() -> str:
     try:
         return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -92,13 +114,10 @@ def _memory_maps() -> str:
 
 
 def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleType:
-    flags = os.RTLD_NOW | os.RTLD_LOCAL
-    if _deepbind(environ, _memory_maps()):
-        flags |= os.RTLD_DEEPBIND
     name = f"{__package__}._gen._ggml"
     with _import_lock:
         before = sys.getdlopenflags()
-        sys.setdlopenflags(flags)
+        sys.setdlopenflags(_dlopen_flags(environ))
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -181,14 +200,14 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, Any]:
+def _load() -> tuple[Any, Any, str]:
     _check_platform()
     info = _build_info()
     _check_files(info)
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
-    return module.lib, module.ffi
+    return module.lib, module.ffi, info.PREFIX_KEY
 
 
-lib, ffi = _load()
+lib, ffi, _PREFIX_KEY = _load()
