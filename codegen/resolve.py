@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import ir
@@ -41,6 +41,7 @@ class Arg:
     tag: str = ""
     size: str | None = None
     callback: Callback | None = None
+    spread: bool = False  # a struct of parameters, by value and last: its fields are keywords
 
     @property
     def visible(self) -> bool:
@@ -329,6 +330,10 @@ def _args(
         if name in sizes:
             base["default"] = base["default"] or "None"
         args.append(Arg(**base))
+    if args and args[-1].kind == "struct":
+        struct = api.struct_of(args[-1].type)
+        if struct is not None and struct.name.endswith("_params"):
+            args[-1] = replace(args[-1], spread=True)
     return _trailing_defaults(args)
 
 
@@ -337,10 +342,10 @@ def _trailing_defaults(args: list[Arg]) -> tuple[Arg, ...]:
     seen_without = False
     for index in range(len(args) - 1, -1, -1):
         arg = args[index]
-        if not arg.visible:
+        if not arg.visible or arg.spread:
             continue
         if seen_without and arg.default is not None:
-            args[index] = Arg(**{**arg.__dict__, "default": None})
+            args[index] = replace(arg, default=None)
         seen_without = seen_without or arg.default is None
     return tuple(args)
 

@@ -116,25 +116,15 @@ def _coverage(binding: Binding) -> str:
 # ---- signatures
 
 
-def _struct_arg(binding: Binding, bound: Bound) -> Arg | None:
-    """The struct of parameters, by value and last, whose fields are keywords in Python."""
-    last = bound.visible[-1] if bound.visible else None
-    if last is None or last.kind != "struct":
-        return None
-    struct = binding.api.struct_of(last.type)
-    return last if struct is not None and struct.name.endswith("_params") else None
-
-
 def _fields(binding: Binding, arg: Arg) -> tuple[ir.Param, ...]:
     struct = binding.api.struct_of(arg.type)
     return (struct.fields or ()) if struct else ()
 
 
 def _signature(binding: Binding, bound: Bound) -> str:
-    spread = _struct_arg(binding, bound)
     words = []
     for arg in bound.visible:
-        if arg is spread:
+        if arg.spread:
             words.append(f"{arg.name}=None")
             words.append("*")
             words += [f"{python_name(field.name)}=..." for field in _fields(binding, arg)]
@@ -144,11 +134,10 @@ def _signature(binding: Binding, bound: Bound) -> str:
 
 
 def _stub_signature(binding: Binding, bound: Bound) -> str:
-    spread = _struct_arg(binding, bound)
     words = []
     for arg in bound.visible:
         text = f"{arg.name}: {pytypes.argument(binding, bound, arg)}"
-        if arg is spread:
+        if arg.spread:
             words.append(f"{text} = None")
             words.append("*")
             for field in _fields(binding, arg):
@@ -213,7 +202,7 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
         elif arg.kind == "pointer" and arg.nullable:
             passed[arg.c_name] = f"_NULL if {name} is None else {name}"
         elif arg.kind == "struct":
-            if arg is _struct_arg(binding, bound):
+            if arg.spread:
                 fields = ", ".join(
                     f'"{f.name}": {python_name(f.name)}' for f in _fields(binding, arg)
                 )

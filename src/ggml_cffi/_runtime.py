@@ -29,6 +29,9 @@ _DTYPES = {
     "size_t": "u8", "float": "f4", "double": "f8", "ggml_fp16_t": "u2",
 }  # fmt: skip
 
+#: Parameters that name a file.
+_FILES = ("fname", "filename", "path", "dir_path")
+
 #: "file:line: text", and the assertion of an operation that a backend does not have.
 _PLACE = re.compile(r"(.*?):(\d+): ")
 _MISSING = re.compile(r"GGML_ASSERT\(\w+->iface\.(\w+)(?: != NULL)?\) failed")
@@ -83,7 +86,7 @@ def string(value: object, function: str, name: str, nullable: bool) -> Any:
     elif value is None:
         if nullable:
             return NULL
-        raise ValueError(f"{function}: {name} must not be None")
+        raise ValueError(f"{function}: {name} must not be NULL or None")
     elif isinstance(value, _CData):
         return value
     elif isinstance(value, str | bytes | os.PathLike):
@@ -137,6 +140,10 @@ def reference(value: Any, nullable: bool) -> Any:
     return value
 
 
+def _is_null(value: object) -> bool:
+    return value is None or (isinstance(value, _CData) and value == NULL)
+
+
 def array(
     element: str,
     value: Any,
@@ -150,10 +157,10 @@ def array(
     writes: bool = False,
 ) -> tuple[Any, int]:
     """A C array and its length, from a sequence or, for numbers, a NumPy array."""
-    if value is None:
+    if _is_null(value):
         if nullable:
             return NULL, 0
-        raise ValueError(f"{function}: {name} must not be None")
+        raise ValueError(f"{function}: {name} must not be NULL or None")
     if isinstance(value, _CData):
         kind = ffi.typeof(value).kind
         if kind != "array":
@@ -190,7 +197,7 @@ def _from_sequence(
         return ffi.gc(made, lambda _, keep=strings: None), len(items)
     if "*" in element or element.endswith("_t") and element not in _DTYPES:
         for index, item in enumerate(items):
-            if item is None or (isinstance(item, _CData) and item == NULL):
+            if _is_null(item):
                 raise ValueError(f"{function}: {name}[{index}] must not be NULL or None")
         if unique:
             for index, item in enumerate(items):
@@ -201,7 +208,15 @@ def _from_sequence(
                     )
     elif any(isinstance(item, float) for item in items) and _DTYPES.get(element, "f")[0] != "f":
         raise TypeError(f"{name} must hold integers, not floats")
-    return ffi.new(f"{element}[]", items), len(items)
+    try:
+        return ffi.new(f"{element}[]", items), len(items)
+    except (TypeError, OverflowError):
+        for index, item in enumerate(items):
+            try:
+                ffi.new(f"{element}[1]", [item])
+            except (TypeError, OverflowError) as why:
+                raise type(why)(f"{name}[{index}] is {item!r}: {why}") from None
+        raise
 
 
 def _from_numpy(
@@ -212,10 +227,15 @@ def _from_numpy(
         raise TypeError(f"{name} must be a sequence of {element}, not a NumPy array")
     dtype = np.dtype(wanted)
     if writes:
-        if value.dtype != dtype or not value.flags.c_contiguous or not value.flags.writeable:
+        wrong = (
+            f"of {value.dtype}" if value.dtype != dtype
+            else "not contiguous" if not value.flags.c_contiguous
+            else "" if value.flags.writeable else "read-only"
+        )  # fmt: skip
+        if wrong:
             raise ValueError(
-                f"{function}: {name} must be a writable, contiguous array of {dtype}, "
-                f"not {value.dtype}"
+                f"{function}: {name} is {wrong}; it is written to and must be a writable, "
+                f"contiguous array of {dtype}"
             )
     else:
         if not np.can_cast(value.dtype, dtype, "same_kind"):
@@ -243,10 +263,10 @@ def buffer(
     value: Any, size: int | None, function: str, name: str, *, nullable: bool, writes: bool
 ) -> tuple[Any, int]:
     """The address of a buffer, and how many bytes of it are meant."""
-    if value is None:
+    if _is_null(value):
         if nullable:
             return NULL, size or 0
-        raise ValueError(f"{function}: {name} must not be None")
+        raise ValueError(f"{function}: {name} must not be NULL or None")
     if isinstance(value, _CData):
         if ffi.typeof(value).kind == "array":
             return value, _fitting(size, ffi.sizeof(value), function, name)
@@ -298,15 +318,18 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
             return ValueError(f"{function}: {name} must not be NULL or None")
     for name in facts.plain:
         value = values[facts.visible.index(name)]
+        if value is None:
+            continue  # a size that was left out
         try:  # cffi does not say which argument it was: try each by itself
             ffi.new(ffi.getctype(types[name], "[1]"), [value])
         except (TypeError, OverflowError) as why:
-            return type(why)(f"{function}: {name}: {why}, not {value!r}")
+            return type(why)(f"{function}: {name} is {value!r}: {why}")
     return type(error)(f"{function}: {error}")
 
 
 def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:
     """The exception for a call that did not come back well; the thread's error is consumed."""
+    errno = ffi.errno
     facts = spec(function)
     kind = lib.ggml_cffi_error()
     message = _decode(lib.ggml_cffi_error_text())
@@ -323,7 +346,9 @@ def failed(function: str, values: tuple[Any, ...], status: int | None = None) ->
     if kind == _BAD_ENUMERATOR:
         name = facts.c_args[lib.ggml_cffi_error_index()]
         enum = facts.enums.get(name, "enumerator")
-        return ValueError(f"{function}: {name} is {message}, which is no {enum}")
+        number = int(message)
+        number -= 1 << 32 if number > 0x7FFFFFFF else 0  # -1 in an enum that C has as unsigned
+        return ValueError(f"{function}: {name} is {number}, which is no {enum}")
     if kind == _NOT_ALLOWED:
         return ValueError(f"{function}: requires {message}")
     if kind == _OUT_OF_MEMORY:
@@ -333,9 +358,13 @@ def failed(function: str, values: tuple[Any, ...], status: int | None = None) ->
     if status:
         return _with_cause(_status(function, status, log), values)
     default = "returned false" if facts.returns == "success" else "returned NULL"
-    reason = log or facts.reason or default
-    name = facts.error
-    error = MemoryError if name == "MemoryError" else getattr(errors, name)
+    reason = log.removeprefix(f"{function}: ") or facts.reason or default
+    if errno and not log and set(_FILES) & set(facts.visible):
+        reason += f" ({os.strerror(errno)})"
+    for name, value in zip(facts.visible, values, strict=True):
+        if name in _FILES and str(value) not in reason:
+            reason += f": {value!r}" if isinstance(value, str | bytes) else f": {str(value)!r}"
+    error = MemoryError if facts.error == "MemoryError" else getattr(errors, facts.error)
     return _with_cause(error(f"{function}: {reason}"), values)
 
 
