@@ -1,0 +1,84 @@
+"""The command line: `python -m ggml_cffi demo` and `python -m ggml_cffi info`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ._demo import UsageError, parse_devices, parse_number, parse_ratios
+from ._info import build_info, package_version
+from .errors import GGMLError
+
+PROGRAM = f"python -m {__package__}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is for --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 2 for what cannot be done as asked, 1 if it failed.
+
+    `--help`, `--version` and arguments that cannot be read raise SystemExit, as argparse does.
+    """
+    parser, commands = _parsers()
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return _demo(given) if given.command == "demo" else _info(given)
+    except UsageError as error:
+        commands[given.command].error(str(error))
+    except (GGMLError, MemoryError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        commands[given.command].exit(1, f"{PROGRAM} {given.command}: {reason}\n")
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from . import _demo
+
+    return _demo.run(given.model, given.layer, given.devices, given.ratios)
+
+
+def _info(given: argparse.Namespace) -> int:
+    from . import _info
+
+    return _info.run(as_json=given.json)
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog=PROGRAM, description="ggml for Python.")
+    version = f"ggml-cffi {package_version()} (ggml {build_info().GGML_VERSION})"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    what = "split a transformer's feed-forward block over several CPU devices, and check the result"
+    demo = commands.add_parser("demo", help=what, description=f"{what.capitalize()}.")
+    what = "print versions, libraries and devices"
+    info = commands.add_parser("info", help=what, description=f"{what.capitalize()}.")
+
+    demo.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE.gguf",
+        help="take the weights of a layer of this file, instead of made-up ones (needs gguf)",
+    )
+    demo.add_argument("--layer", type=parse_number, metavar="N", help="the layer (default: 0)")
+    demo.add_argument(
+        "--devices", type=parse_devices, metavar="N", help="1 to 16 CPU devices (default: 2)"
+    )
+    demo.add_argument(
+        "--ratios", type=parse_ratios, metavar="A,B,...", help="their shares (default: equal)"
+    )
+    info.add_argument("--json", action="store_true", help="as JSON")
+    return parser, {"demo": demo, "info": info}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
