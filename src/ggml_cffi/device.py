@@ -141,6 +141,8 @@ def set_n_threads(backend: Handle, n_threads: int) -> None:
     handle = raw(backend, BACKEND, "backend")
     for child in child_backends(handle) or [handle]:
         reg = capi.ggml_backend_dev_backend_reg(capi.ggml_backend_get_device(child))
+        if reg is None:
+            continue
         setter = capi.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")
         if setter:
             ffi.cast("ggml_backend_set_n_threads_t", setter)(child, count)

@@ -200,7 +200,7 @@ class SplitFunction:
                 _log(error, info.name)
             return _MIRRORED
         # closed meanwhile: by another thread, or by a question that the function itself led to
-        return _MIRRORED if self.latch.closed else state
+        return state if self.error is None else _MIRRORED
 
     def _freeze(self, address: int, entry: _Frozen, before: _Frozen | None) -> SplitState:
         with self._lock:

@@ -31,9 +31,9 @@ def items(value: object, name: str, where: str, length: int | None = None) -> li
     Raises TypeError for anything else, strings and bytes among them, and ValueError for another
     length.
     """
-    is_array = isinstance(value, np.ndarray) and value.ndim > 0
     is_text = isinstance(value, (str, bytes, bytearray, memoryview))
-    if is_text or not (is_array or isinstance(value, Sequence)):
+    is_number = isinstance(value, np.ndarray) and value.ndim == 0
+    if is_text or is_number or not isinstance(value, (Sequence, np.ndarray)):
         raise TypeError(f"{where}: {name} is {describe(value)}, expected a sequence of integers")
     # before the elements are looked at: there may be very many
     if length is not None and len(value) != length:

@@ -350,11 +350,12 @@ def _type_name(type_: int) -> str:
 
 def tensor_info(tensor: Any) -> TensorInfo:
     """What there is to say about a `struct ggml_tensor *`."""
-    from .._loader import ffi, lib
+    from .._loader import lib
+    from .._runtime import text
 
     block_size = lib.ggml_blck_size(tensor.type)
     return TensorInfo(
-        name=ffi.string(tensor.name).decode("utf-8", "replace"),  # ggml cuts names after 63 bytes
+        name=text(tensor.name) or "",
         type=_enum("ggml_type", int(tensor.type)),
         ne=tuple(tensor.ne),
         op=_enum("ggml_op", int(tensor.op)),

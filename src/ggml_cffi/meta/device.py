@@ -37,7 +37,7 @@ class MetaDevice(Device):
         split_fn: SplitCallable,
         on_error: str = "mirror",
     ) -> None:
-        if devices is None or isinstance(devices, (str, bytes)):
+        if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
             raise TypeError(f"devices is {devices!r}, expected a sequence of devices or names")
         found = [device(item) if isinstance(item, str) else item for item in devices]
         handle, self._function = create(found, split_fn, on_error)
