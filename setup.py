@@ -86,7 +86,9 @@ class BuildGgml(Command):
         from codegen.toolchain import check_platform, find_compiler
 
         check_platform()
-        prefix = self.get_finalized_command("build").prefix or find_prefix(os.environ)
+        build = self.get_finalized_command("build")
+        assert isinstance(build, Build)
+        prefix = build.prefix or find_prefix(os.environ)
         os.environ["CXX"] = compiler = find_compiler(os.environ)  # setuptools compiles with it
         self.announce(f"ggml {prefix.version} ({prefix.commit}): {prefix.origin}", level=2)
 
@@ -94,9 +96,10 @@ class BuildGgml(Command):
 
         work = self._work()
         shutil.rmtree(work, ignore_errors=True)
-        for name in MADE:
-            (work / name).mkdir(parents=True)
-        builder = build_ffi.prepare(prefix, *(work / name for name in MADE), compiler)
+        gen, libs = (work / name for name in MADE)
+        gen.mkdir(parents=True)
+        libs.mkdir()
+        builder = build_ffi.prepare(prefix, gen, libs, compiler)
         made = builder.distutils_extension(tmpdir=str(work / "source"), verbose=False)
         self._fill_extension(made)
 
@@ -112,8 +115,9 @@ class BuildGgml(Command):
     def _work(self) -> Path:
         return Path(self.build_base, "ggml")
 
-    def _fill_extension(self, made: Extension) -> None:
+    def _fill_extension(self, made: object) -> None:
         """Turn the extension that was declared, empty, into the one that cffi made."""
+        assert self.distribution.ext_modules is not None
         (declared,) = self.distribution.ext_modules
         for name in ("sources", "include_dirs", "define_macros", "libraries", "library_dirs"):
             setattr(declared, name, getattr(made, name))
@@ -146,7 +150,9 @@ class BuildExt(build_ext):
 
     def run(self) -> None:
         if self.inplace:
-            self.get_finalized_command("build_ggml").editable_mode = True
+            command = self.get_finalized_command("build_ggml")
+            assert isinstance(command, BuildGgml)
+            command.editable_mode = True
         self.run_command("build_ggml")
         super().run()
 

@@ -133,6 +133,22 @@ def test_deepbind_is_left_out_under_a_sanitizer() -> None:
     assert not _loader._deepbind({"GGML_CFFI_NO_DEEPBIND": "1"}, "")
 
 
+def test_copied_modules_are_loaded(package: Path) -> None:
+    """ggml itself looks for loadable backends where it was installed, not among the copies."""
+    source = """
+#include <stdio.h>
+__attribute__((constructor)) static void hello(void) { puts("loaded"); }
+void *ggml_backend_init(void) { return 0; }
+"""
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-"]
+    command += ["-o", str(package / "_libs" / "libggml-rpc.so")]
+    subprocess.run(command, input=source, text=True, check=True)
+    code = "import ggml_cffi; ggml_cffi._loader.load_backends(); ggml_cffi._loader.load_backends()"
+    assert output(package, code) == "loaded"
+    (package / "_libs" / "libggml-rpc.so").unlink()
+    assert output(package, code) == ""
+
+
 # ---- the process
 
 
