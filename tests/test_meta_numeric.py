@@ -17,7 +17,7 @@ from ggml_cffi.device import device
 from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
 
-COUNTS = [int(n) for n in os.environ.get("GGML_CFFI_TEST_META", "2,3").split(",")]
+COUNTS = [int(n) for n in (os.environ.get("GGML_CFFI_TEST_META") or "2,3").split(",")]
 F32 = capi.GGML_TYPE_F32
 MIRRORED = SplitState.mirrored()
 

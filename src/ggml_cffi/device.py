@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from . import capi
 from ._handles import Borrowed, Handle, Owned, raw
-from ._loader import ffi
+from ._loader import ffi, lib
 from .enums import ggml_backend_dev_type
 
 DEVICE = "struct ggml_backend_device *"
@@ -146,6 +146,8 @@ def set_n_threads(backend: Handle, n_threads: int) -> None:
         setter = capi.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")
         if setter:
             ffi.cast("ggml_backend_set_n_threads_t", setter)(child, count)
+    # an abort in a computation can be survived with one thread only: the guard wants to know
+    lib.ggml_cffi_note_threads(handle, count)
 
 
 def usable_cores() -> int:
