@@ -117,6 +117,47 @@ inline bool whole_if_partial(const ggml_tensor * tensor, size_t offset, size_t s
     return !partial_table.count(tensor) || (offset == 0 && size == ggml_nbytes(tensor));
 }
 
+// ---- what ggml leaves behind when memory cannot be had
+
+// A graph of no nodes, for as long as this lives.
+struct empty_graph {
+    ggml_context * const context;
+    ggml_cgraph * const  graph;
+    empty_graph()
+        : context(ggml_init({ ggml_graph_overhead_custom(1, false) + 1024, nullptr, true })),
+          graph(ggml_new_graph_custom(context, 1, false)) {}
+    ~empty_graph() { ggml_free(context); }
+    empty_graph(const empty_graph &) = delete;
+};
+
+// An allocator that failed has noted the graph as planned, with no buffers behind the plan: the
+// next try would read NULL. Planning an empty graph makes it forget.
+inline void forget_plan(ggml_gallocr_t allocator) {
+    empty_graph empty;
+    ggml_gallocr_reserve(allocator, empty.graph);
+}
+
+inline void forget_plan(ggml_backend_sched_t scheduler) {
+    empty_graph empty;
+    ggml_backend_sched_reserve(scheduler, empty.graph);
+}
+
+#ifdef GGML_CFFI_LINKS_GGML_CPU
+// ggml frees a CPU backend's work buffer before it allocates a larger one: if that throws, the
+// backend is left with the freed one. So try first. Throws std::bad_alloc.
+inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
+    if (ggml_backend_is_cpu(backend)) {
+        const size_t size = ggml_graph_plan(graph, threads_of(backend), nullptr).work_size;
+        if (size > (1u << 20)) {
+            ::operator delete(::operator new(size));
+        }
+    }
+    return true;
+}
+#else
+inline bool can_work(ggml_backend_t, ggml_cgraph *) { return true; }
+#endif
+
 // ---- abort
 
 struct kernel_search {
@@ -196,13 +237,13 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             here.threads = Traits::threads(a...);
             if constexpr (std::is_void_v<R>) {
                 F(a...);
-                s.inside = outer;
                 Traits::after(a...);
+                s.inside = outer;
                 finish(s, raised_before);
             } else {
                 R result = F(a...);
+                Traits::after(result, a...);
                 s.inside = outer;
-                Traits::after(a...);
                 if (finish(s, raised_before)) {
                     if constexpr (std::is_pointer_v<R>) {
                         s.orphan = (void *) result;

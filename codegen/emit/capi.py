@@ -397,7 +397,7 @@ def _facts(bound: Bound) -> list[str]:
     if nullable:
         facts.append(f"May be None: {', '.join(nullable)}.")
     for condition in bound.require:
-        facts.append(f"Requires {condition.replace('check::', '')}.")
+        facts.append(f"Requires {condition.replace('check::', '').replace('ggml_cffi::', '')}.")
     facts.append(f"Guard: {bound.guard}.")
     return facts
 
