@@ -174,6 +174,41 @@ inline bool plain_rows(const ggml_tensor * t) {
             (size_t) (rows - 1) * t->nb[1] + ggml_row_size(t->type, t->ne[0]) <= ggml_nbytes(t));
 }
 
+// Matrices of these types are no operands of a product: the CPU calls a function that is not there.
+inline bool has_dot_product(const ggml_tensor * t) {
+    switch (t->type) {
+        case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I32: case GGML_TYPE_I64: case GGML_TYPE_F64:
+        case GGML_TYPE_Q8_1: case GGML_TYPE_Q8_K:
+            return false;
+        default:
+            return true;
+    }
+}
+
+// Only float becomes integers.
+inline bool convertible(ggml_type from, ggml_type to) {
+    switch (to) {
+        case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I64: case GGML_TYPE_F64:
+            return from == to;
+        case GGML_TYPE_I32:
+            return from == to || from == GGML_TYPE_F32;
+        default:
+            return true;
+    }
+}
+
+// Blocks are copied as a whole only where both sides are contiguous or have the same shape.
+inline bool copyable_blocks(const ggml_tensor * a, const ggml_tensor * b) {
+    return !ggml_is_quantized(a->type) || a->type != b->type || (ggml_is_contiguous(a) && ggml_is_contiguous(b)) ||
+           (ggml_are_same_shape(a, b) && a->nb[0] == ggml_type_size(a->type) && b->nb[0] == a->nb[0]);
+}
+
+// The same for a fresh copy of `a`, in its own shape or in another one.
+inline bool copyable_blocks(const ggml_tensor * a, bool same_shape) {
+    return !ggml_is_quantized(a->type) || ggml_is_contiguous(a) ||
+           (same_shape && a->nb[0] == ggml_type_size(a->type));
+}
+
 // ggml_permute goes through 32-bit extents and strides.
 inline bool permutable(const ggml_tensor * t) {
     for (int i = 0; i < 4; ++i) {
@@ -230,6 +265,11 @@ inline int64_t conv_output(int64_t input, int64_t kernel, int stride, int paddin
 // Of a pooling's result.
 inline double pool_output(int64_t input, int kernel, int stride, double padding) {
     return kernel <= 0 || stride <= 0 ? 0 : (input + 2 * padding - kernel) / stride + 1;
+}
+
+// ggml_pool_2d makes an int of it.
+inline bool padding(float p) {
+    return p >= -(1 << 20) && p <= (1 << 20);
 }
 
 // The kernels of ggml_rope_*: whole pairs of a row, and sections where the mode has them.
