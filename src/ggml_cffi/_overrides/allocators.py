@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @contextmanager
 def _empty_graph() -> Iterator[Any]:
     size = call("ggml_graph_overhead_custom", 1, False) + 1024
-    context = call("ggml_init", {"mem_size": size, "no_alloc": True})
+    params = ffi.new("struct ggml_init_params *", {"mem_size": size, "no_alloc": True})
+    context = call("ggml_init", params[0])  # a dict would leave the other fields undefined
     try:
         yield call("ggml_new_graph_custom", context, 1, False)
     finally:
