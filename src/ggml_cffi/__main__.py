@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `--help`, `--version` and arguments that cannot be read raise SystemExit, as argparse does.
     """
     parser, commands = _parsers()
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.get(given.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if given.command is None:
         parser.print_help()
         return 0
