@@ -34,7 +34,7 @@ _FILES = ("fname", "filename", "path", "dir_path")
 
 #: "file:line: text", and the assertion of an operation that a backend does not have.
 _PLACE = re.compile(r"(.*?):(\d+): ")
-_MISSING = re.compile(r"GGML_ASSERT\(\w+->iface\.(\w+)(?: != NULL)?\) failed")
+_MISSING = re.compile(r"GGML_ASSERT\((?:\w+->)+iface\.(\w+)(?: != NULL)?\) failed")
 
 
 class Spec(NamedTuple):
