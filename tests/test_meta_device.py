@@ -368,14 +368,13 @@ def test_partial_is_for_f32():
 
 def test_a_partial_weight_is_written_whole():
     """ggml reads all of the data, whatever the size: less would be read out of bounds."""
-    with MetaDevice(["CPU"] * 2, lambda info, n: SplitState.partial()) as meta:
-        with weights(w=W) as w:
-            tensor = w.allocate(meta).tensors["w"]
-            data = np.ones(64 * 48, np.float32)
-            capi.ggml_backend_tensor_set(tensor, data, 0)
-            for part, offset in ((data[:64], 0), (data[64:], 0), (data[64:], 64 * 4)):
-                with pytest.raises(ValueError, match="ggml_backend_tensor_set"):
-                    capi.ggml_backend_tensor_set(tensor, part, offset)
+    with MetaDevice(["CPU"] * 2, lambda info, n: SplitState.partial()) as meta, weights(w=W) as w:
+        tensor = w.allocate(meta).tensors["w"]
+        data = np.ones(64 * 48, np.float32)
+        capi.ggml_backend_tensor_set(tensor, data, 0)
+        for part, offset in ((data[:64], 0), (data[64:], 0), (data[64:], 64 * 4)):
+            with pytest.raises(ValueError, match="ggml_backend_tensor_set"):
+                capi.ggml_backend_tensor_set(tensor, part, offset)
 
 
 def test_random_answers_never_hurt():

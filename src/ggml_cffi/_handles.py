@@ -12,15 +12,17 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
-
-_Self = TypeVar("_Self", bound="Owned")
+from typing import Any, Generic, TypeVar
 
 Handle = Any
-"""A pointer as cffi gives it."""
+"""A pointer of cffi's, of whatever type."""
+
+_Self = TypeVar("_Self", bound="Owned[Any]")
+_Handle = TypeVar("_Handle")
+"""What is pointed to, one of `_gen.types`; a pointer of cffi's at run time."""
 
 
-def raw(value: object, kind: str, where: str) -> Handle:
+def raw(value: object, kind: str, where: str) -> Any:
     """The pointer of type `kind` behind an object of this package, or that pointer itself.
 
     Raises TypeError for anything else, and ValueError for None, NULL and what is closed.
@@ -39,23 +41,24 @@ def raw(value: object, kind: str, where: str) -> Handle:
     return value
 
 
-def address(handle: Handle) -> int:
+def address(handle: object) -> int:
     """The address that a pointer holds."""
     from ._loader import ffi
 
-    return int(ffi.cast("uintptr_t", handle))
+    pointer: Any = handle
+    return int(ffi.cast("uintptr_t", pointer))
 
 
-class Borrowed:
+class Borrowed(Generic[_Handle]):
     """Something of ggml that is never freed, or that belongs to another object."""
 
-    def __init__(self, handle: Handle, keep: object = None) -> None:
+    def __init__(self, handle: _Handle, keep: object = None) -> None:
         self._handle = handle
         self._address = address(handle)
         self._keep = keep
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> _Handle:
         """The pointer, for `capi`."""
         return self._handle
 
@@ -76,10 +79,10 @@ class _Resource:
     __slots__ = ("free", "handle", "keep", "parents", "pid", "users")
 
     def __init__(
-        self, handle: Handle, free: Callable[[Handle], object], keep: tuple[object, ...]
+        self, handle: Any, free: Callable[[Any], object], keep: tuple[object, ...]
     ) -> None:
         self.handle = handle
-        self.free: Callable[[Handle], object] | None = free
+        self.free: Callable[[Any], object] | None = free
         self.pid = os.getpid()
         self.users = 1
         self.parents = [item._resource for item in keep if isinstance(item, Owned)]
@@ -104,7 +107,7 @@ class _Resource:
 _lock = threading.RLock()  # the collector may drop one while another is dropped
 
 
-class Owned:
+class Owned(Generic[_Handle]):
     """Something of ggml that belongs to this object: `free(handle)` is called once.
 
     `keep` are the objects that it needs: they are freed after it, and closing one of them closes
@@ -112,25 +115,26 @@ class Owned:
     """
 
     def __init__(
-        self, handle: Handle, free: Callable[[Handle], object], keep: tuple[object, ...] = ()
+        self, handle: _Handle, free: Callable[[_Handle], object], keep: tuple[object, ...] = ()
     ) -> None:
         self._resource = _Resource(handle, free, keep)
         self._finalizer = weakref.finalize(self, self._resource.drop)
         self._finalizer.atexit = False
-        self._children: weakref.WeakSet[Owned] = weakref.WeakSet()
+        self._children: weakref.WeakSet[Owned[Any]] = weakref.WeakSet()
         for parent in keep:
             if isinstance(parent, Owned):
                 parent._children.add(self)
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> _Handle:
         """The pointer, for `capi`. Raises ValueError once the object is closed."""
         if self.closed:
             raise ValueError(f"the {type(self).__name__} {self._gone()}")
         if self._resource.pid != os.getpid():
             name, pid = type(self).__name__, self._resource.pid
             raise RuntimeError(f"the {name} was made before a fork, by process {pid}")
-        return self._resource.handle
+        handle: _Handle = self._resource.handle
+        return handle
 
     @property
     def closed(self) -> bool:

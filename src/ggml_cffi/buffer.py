@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 
 from . import capi
-from ._handles import Handle, Owned, address, raw
+from ._handles import Owned, address, raw
+from .capi import types
 from .enums import ggml_backend_buffer_usage
 
 BUFFER = "struct ggml_backend_buffer *"
@@ -18,7 +19,7 @@ _taken: set[int] = set()
 """Addresses of all buffers that belong to a `Buffer`, by itself or through a `MultiBuffer`."""
 
 
-class Buffer(Owned):
+class Buffer(Owned[types.ggml_backend_buffer]):
     """Memory of a device, freed with this object.
 
     Takes over the pointer that `capi.ggml_backend_alloc_ctx_tensors` and its like return; `keep` is
@@ -26,7 +27,7 @@ class Buffer(Owned):
     and a buffer that was taken over before.
     """
 
-    def __init__(self, handle: Handle, *, keep: tuple[object, ...] = ()) -> None:
+    def __init__(self, handle: types.ggml_backend_buffer, *, keep: tuple[object, ...] = ()) -> None:
         pointer = raw(handle, BUFFER, "Buffer: handle")
         self._parent: weakref.ref[MultiBuffer] | None = None
         self._addresses = _take(pointer)
@@ -93,7 +94,7 @@ class MultiBuffer(Buffer):
     over before, and TypeError for what is no list of buffers; then it takes none over.
     """
 
-    def __init__(self, buffers: Sequence[Buffer | Handle]) -> None:
+    def __init__(self, buffers: Sequence[Buffer | types.ggml_backend_buffer]) -> None:
         with _lock:
             pointers = _pointers(buffers)
             handle = capi.ggml_backend_multi_buffer_alloc_buffer(pointers)
@@ -114,7 +115,7 @@ class MultiBuffer(Buffer):
         return self._buffers
 
 
-def _pointers(buffers: Sequence[Buffer | Handle]) -> list[Handle]:
+def _pointers(buffers: object) -> list[types.ggml_backend_buffer]:
     where = "MultiBuffer: buffers"
     if buffers is None:
         raise ValueError(f"{where} must not be None")
@@ -122,7 +123,7 @@ def _pointers(buffers: Sequence[Buffer | Handle]) -> list[Handle]:
         raise TypeError(f"{where} is {buffers!r}, expected a sequence of buffers")
     if not buffers:
         raise ValueError(f"{where} is empty, expected at least one buffer")
-    pointers: list[Handle] = []
+    pointers: list[types.ggml_backend_buffer] = []
     seen: dict[int, int] = {}
     for i, item in enumerate(buffers):
         pointer = raw(item, BUFFER, f"{where}[{i}]")
@@ -136,7 +137,7 @@ def _pointers(buffers: Sequence[Buffer | Handle]) -> list[Handle]:
     return pointers
 
 
-def _take(pointer: Handle) -> set[int]:
+def _take(pointer: types.ggml_backend_buffer) -> set[int]:
     key = address(pointer)
     with _lock:
         if key in _taken:
@@ -145,7 +146,7 @@ def _take(pointer: Handle) -> set[int]:
     return {key}
 
 
-def _free(addresses: set[int], handle: Handle) -> None:
+def _free(addresses: set[int], handle: types.ggml_backend_buffer) -> None:
     with _lock:  # before the memory is free: another buffer may get the same address at once
         _taken.difference_update(addresses)
     capi.ggml_backend_buffer_free(handle)

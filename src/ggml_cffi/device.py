@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import capi
-from ._handles import Borrowed, Handle, Owned, raw
+from ._handles import Borrowed, Owned, raw
 from ._loader import ffi, lib
+from .capi import types
 from .enums import ggml_backend_dev_type
 
 DEVICE = "struct ggml_backend_device *"
@@ -25,14 +26,14 @@ class Memory(NamedTuple):
     total: int
 
 
-class Device(Borrowed):
+class Device(Borrowed[types.ggml_backend_device]):
     """A device, real or meta. Two are equal if they stand for the same one of ggml's.
 
     Takes the pointer that `capi.ggml_backend_dev_get` and its like return; `devices()` and
     `device(name)` find those of this machine. Raises TypeError and ValueError for no such pointer.
     """
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: types.ggml_backend_device) -> None:
         super().__init__(raw(handle, DEVICE, "Device: handle"))
 
     @property
@@ -55,7 +56,7 @@ class Device(Borrowed):
         """Free and total bytes, as far as the device tells."""
         return Memory(*capi.ggml_backend_dev_memory(self.handle))
 
-    def supports_op(self, tensor: Handle) -> bool:
+    def supports_op(self, tensor: types.ggml_tensor) -> bool:
         """Whether the device can compute the operation that makes `tensor`."""
         return capi.ggml_backend_dev_supports_op(self.handle, raw(tensor, TENSOR, "tensor"))
 
@@ -87,7 +88,7 @@ def device(name: str) -> Device:
     raise ValueError(f"there is no device {name!r}; the devices are: {names}")
 
 
-class Backend(Owned):
+class Backend(Owned[types.ggml_backend]):
     """A stream of work on a device.
 
     `n_threads` is what CPU backends compute with, those of a meta device's children among them.
@@ -111,7 +112,7 @@ class Backend(Owned):
         return capi.ggml_backend_name(self.handle) or ""
 
     @property
-    def children(self) -> list[Handle]:
+    def children(self) -> list[types.ggml_backend]:
         """The backends that a meta backend drives, in the order of its devices; else none."""
         return child_backends(self.handle)
 
@@ -123,7 +124,7 @@ class Backend(Owned):
         return f"<{type(self).__name__} {'closed' if self.closed else self.name}>"
 
 
-def child_backends(backend: Handle) -> list[Handle]:
+def child_backends(backend: types.ggml_backend) -> list[types.ggml_backend]:
     """The backends that a meta backend drives, none for any other."""
     if not capi.ggml_backend_is_meta(backend):
         return []
@@ -131,7 +132,7 @@ def child_backends(backend: Handle) -> list[Handle]:
     return [capi.ggml_backend_meta_simple_backend(backend, i) for i in range(count)]
 
 
-def set_n_threads(backend: Handle, n_threads: int) -> None:
+def set_n_threads(backend: Backend | types.ggml_backend, n_threads: int) -> None:
     """Let a backend compute with `n_threads` threads, a meta backend's children each with them.
 
     Backends without threads of their own, such as those of GPUs, are left as they are. Raises

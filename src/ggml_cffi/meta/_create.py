@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .. import _callbacks, _runtime
-from .._handles import Handle, raw
+from .._handles import raw
 from .._loader import ffi, lib
 from ..errors import NotSupportedError
 from ._latch import SplitCallable, SplitFunction
 from ._split import MAX_DEVICES
+
+if TYPE_CHECKING:
+    from .._gen import types
+    from ..device import Device
 
 _NAME = "ggml_backend_meta_device"
 _lock = threading.Lock()  # ggml's maps of meta devices and of their buffer types have none
 
 
 def create(
-    devices: Sequence[Handle], split_fn: SplitCallable, on_error: str = "mirror"
-) -> tuple[Handle, SplitFunction]:
+    devices: Sequence[Device | types.ggml_backend_device],
+    split_fn: SplitCallable,
+    on_error: str = "mirror",
+) -> tuple[types.ggml_backend_device, SplitFunction]:
     """A new meta device over 1 to 16 devices, none of them meta, and its split function."""
     pointers = _pointers(devices)
     if not hasattr(lib, _NAME):
@@ -39,8 +46,10 @@ def create(
 
 
 def ggml_backend_meta_device(
-    devs: Sequence[Handle], split_fn: SplitCallable, on_error: str = "mirror"
-) -> Handle:
+    devs: Sequence[Device | types.ggml_backend_device],
+    split_fn: SplitCallable,
+    on_error: str = "mirror",
+) -> types.ggml_backend_device:
     """Make a meta device: it spreads tensors over `devs`, 1 to 16 real devices, as `split_fn` says.
 
     `split_fn(tensor_info, n_devs)` is asked once for each weight when it is allocated and returns a
@@ -56,7 +65,7 @@ def ggml_backend_meta_device(
     return create(devs, split_fn, on_error)[0]
 
 
-def split_function(device: object) -> SplitFunction:
+def split_function(device: Device | types.ggml_backend_device) -> SplitFunction:
     """The split function behind a meta device: its error, and what it answered.
 
     Raises ValueError for a device that is not meta.
@@ -67,7 +76,7 @@ def split_function(device: object) -> SplitFunction:
     return found
 
 
-def _pointers(devices: Sequence[Handle]) -> list[Handle]:
+def _pointers(devices: object) -> list[types.ggml_backend_device]:
     if devices is None:
         raise ValueError(f"{_NAME}: devs must not be None")
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from .._handles import Handle
+from ..capi import types
 from ..device import Device, device
 from ._create import create
 from ._latch import SplitCallable
@@ -33,7 +33,7 @@ class MetaDevice(Device):
 
     def __init__(
         self,
-        devices: Sequence[Device | str | Handle],
+        devices: Sequence[Device | str | types.ggml_backend_device],
         split_fn: SplitCallable,
         on_error: str = "mirror",
     ) -> None:
@@ -45,7 +45,7 @@ class MetaDevice(Device):
         super().__init__(handle)
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> types.ggml_backend_device:
         """The pointer, for `capi`. Raises ValueError once the object is closed."""
         if self._function.closed:
             raise ValueError("the MetaDevice is closed")
