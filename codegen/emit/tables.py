@@ -37,7 +37,8 @@ def _spec(bound: Bound) -> str:
     )  # fmt: skip
     plain = tuple(
         arg.name for arg in bound.visible
-        if arg.kind in ("number", "bool", "enum") or (arg.kind == "pointer" and not arg.nullable)
+        if arg.kind in
+        ("number", "bool", "enum", "pointer", "string", "struct_pointer", "callback", "struct")
     )  # fmt: skip
     tags = {arg.name: arg.tag for arg in bound.visible if arg.kind == "enum"}
     return (

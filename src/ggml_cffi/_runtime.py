@@ -238,7 +238,8 @@ def _from_numpy(
                 f"contiguous array of {dtype}"
             )
     else:
-        if not np.can_cast(value.dtype, dtype, "same_kind"):
+        integers = value.dtype.kind in "iu" and dtype.kind in "iu"  # their values are checked below
+        if not integers and not np.can_cast(value.dtype, dtype, "same_kind"):
             raise TypeError(f"{name} must be an array of {dtype}, not {value.dtype}")
         converted = np.ascontiguousarray(value, dtype=dtype)
         if dtype.kind in "iu" and not np.array_equal(converted, value):
@@ -318,13 +319,25 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
             return ValueError(f"{function}: {name} must not be NULL or None")
     for name in facts.plain:
         value = values[facts.visible.index(name)]
-        if value is None:
-            continue  # a size that was left out
+        if value is None or _converted(value, types[name]):
+            continue
         try:  # cffi does not say which argument it was: try each by itself
-            ffi.new(ffi.getctype(types[name], "[1]"), [value])
+            ffi.new(ffi.getctype(types[name], "[1]"), [_by_pointer(value, types[name])])
         except (TypeError, OverflowError) as why:
             return type(why)(f"{function}: {name} is {value!r}: {why}")
     return type(error)(f"{function}: {error}")
+
+
+def _converted(value: object, ctype: Any) -> bool:
+    """Whether the wrapper turns `value` into what cffi takes: strings and functions."""
+    if isinstance(value, str | bytes | os.PathLike):
+        return bool(ctype.cname == "char *")
+    return callable(value) and not isinstance(value, _CData) and "(*)" in ctype.cname
+
+
+def _by_pointer(value: object, ctype: Any) -> object:
+    """A struct where C takes a pointer to one."""
+    return reference(value, False) if ctype.kind == "pointer" else value
 
 
 def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:
