@@ -29,7 +29,7 @@ class ErrorLatch:
     """Keeps the first error of a split function; closed from then on."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._error: Exception | None = None
         self._tensor_name: str | None = None
 
@@ -118,7 +118,7 @@ class SplitFunction:
         self.latch = ErrorLatch()
         self._repeats = repeats
         self._function: SplitCallable | None = function
-        self._lock = threading.Lock()  # never held while the function runs
+        self._lock = threading.RLock()  # never held while the function runs
         self._frozen: dict[int, _Frozen] = {}
 
     @property
