@@ -58,6 +58,7 @@ def toy(tmp_path_factory):
     (package / "_libs").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codegen, "GGML", toy_annotations(root / "ggml"))
+        patch.setattr(build_ffi, "MODULE", "toy_cffi._gen._ggml")
         patch.setenv("CFLAGS", "-O0")
         builder = build_ffi.prepare(
             toy_prefix(root / "prefix"), package / "_gen", package / "_libs", "c++"
