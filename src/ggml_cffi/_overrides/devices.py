@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from .. import _runtime
 from .._loader import ffi
@@ -34,9 +34,7 @@ def ggml_backend_meta_device(
     Raises ValueError and TypeError for a wrong number of devices, for what is no device or a meta
     device, for what is no function, and for another `on_error`.
     """
-    return cast(
-        "types.ggml_backend_device", _create.ggml_backend_meta_device(devs, split_fn, on_error)
-    )
+    return _create.ggml_backend_meta_device(devs, split_fn, on_error)
 
 
 def _description(function: str, count_function: str, device: int) -> str:
