@@ -318,7 +318,7 @@ def _report(error: BaseException, what: str, function: object) -> None:
         print(f"{what}: {function!r}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
     else:
-        arguments = SimpleNamespace(
+        arguments: Any = SimpleNamespace(
             exc_type=type(error),
             exc_value=error,
             exc_traceback=error.__traceback__,
