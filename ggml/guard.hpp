@@ -5,6 +5,7 @@
 // return (an abort, a C++ exception) into an error of the calling thread. The region ends where
 // Python is entered from a callback, so that nothing unwinds through CPython's frames.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <csetjmp>
@@ -82,8 +83,35 @@ inline void forget_threads(const void * backend) {
     threads_table.erase(backend);
 }
 
-// ggml gives a CPU backend GGML_DEFAULT_N_THREADS where nobody says otherwise.
-inline int threads_of(const void * backend) {
+#ifdef GGML_CFFI_HAS_META
+inline size_t n_children(ggml_backend_t backend) {
+    return backend && ggml_backend_is_meta(backend) ? ggml_backend_meta_n_backends(backend) : 0;
+}
+inline ggml_backend_t child(ggml_backend_t backend, size_t i) { return ggml_backend_meta_simple_backend(backend, i); }
+#else
+inline size_t n_children(ggml_backend_t) { return 0; }
+inline ggml_backend_t child(ggml_backend_t, size_t) { return nullptr; }
+#endif
+
+// A backend that has just been made: what was noted of one that lay at its address is void.
+inline void fresh_backend(ggml_backend_t backend) {
+    forget_threads(backend);
+    for (size_t i = 0; i < n_children(backend); ++i) {
+        forget_threads(child(backend, i));
+    }
+}
+
+// The most threads that a computation may use. ggml gives a CPU backend GGML_DEFAULT_N_THREADS
+// where nobody says otherwise; a meta backend uses its children's.
+inline int threads_of(ggml_backend_t backend) {
+    const size_t n = n_children(backend);
+    int          most = 1;
+    for (size_t i = 0; i < n; ++i) {
+        most = std::max(most, threads_of(child(backend, i)));
+    }
+    if (n) {
+        return most;
+    }
     std::lock_guard<std::mutex> hold(threads_lock);
     auto found = threads_table.find(backend);
     return found == threads_table.end() ? GGML_DEFAULT_N_THREADS : found->second;

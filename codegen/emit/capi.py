@@ -36,6 +36,7 @@ from .._runtime import text as _text
 from . import enums, types
 
 _NULL = _ffi.NULL
+_string_at = _ffi.string
 _error = _lib.ggml_cffi_error
 '''
 
@@ -203,12 +204,7 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"_NULL if {name} is None else {name}"
         elif arg.kind == "struct":
             if arg.spread:
-                fields = ", ".join(
-                    f'"{f.name}": {python_name(f.name)}' for f in _fields(binding, arg)
-                )
-                before.append(
-                    f'{name} = _struct("{ir.declare(arg.type)}", {name}, {{{fields}}}, "{bound.name}")'
-                )
+                before += _spread(binding, bound, arg)
         elif arg.kind == "array":
             assert arg.element is not None
             count = f"_n_{arg.c_name}"
@@ -249,6 +245,25 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             before.append(f'_n_{length} = _runtime.length("{bound.name}", ({pairs}))')
             passed[length] = f"_n_{length}"
     return before, [passed[p.name] for p in bound.function.params]
+
+
+def _spread(binding: Binding, bound: Bound, arg: Arg) -> list[str]:
+    """A struct of parameters from its keywords: a tuple is what cffi takes fastest."""
+    fields = _fields(binding, arg)
+    values = []
+    for field in fields:
+        name = python_name(field.name)
+        kind = scalar_kind(binding.api, field.type)
+        zero = {"bool": "False", "pointer": "_NULL", "string": "_NULL", "struct": "()"}.get(kind, "0")
+        missing = f"{name} is ..." + (f" or {name} is None" if zero == "_NULL" else "")
+        values.append(f"{zero} if {missing} else {name}")
+    named = ", ".join(f'"{f.name}": {python_name(f.name)}' for f in fields)
+    return [
+        f"if {arg.name} is None:",
+        f"    {arg.name} = ({', '.join(values)},)",
+        "else:",
+        f'    {arg.name} = _struct({arg.name}, {{{named}}}, "{bound.name}")',
+    ]
 
 
 def _is_void(binding: Binding, ctype: ir.Type) -> bool:
@@ -312,6 +327,11 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
             value = "_r if _r else None"
         if kind == "string":
             value = "_text(_r)"
+            if bound.null == "error":  # the usual string, without another call
+                return [
+                    *lines, "try:", "    return _string_at(_r).decode()",
+                    "except UnicodeDecodeError:", "    return _text(_r)",
+                ]  # fmt: skip
     elif kind in ("number", "bool", "enum"):
         lines += ["if not _r and _error():", f"    {fail}"]
         if kind == "enum":

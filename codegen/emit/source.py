@@ -21,6 +21,8 @@ def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> s
         f"#define GGML_CFFI_LINKS_{name.upper().replace('-', '_')}"
         for name in sorted({b.library for b in binding.bound})
     ]
+    if any(b.name == "ggml_backend_meta_n_backends" for b in binding.bound):
+        parts.append("#define GGML_CFFI_HAS_META")
     parts.append(supplement.replace("#pragma once", ""))
     parts.append(_enum_checks(binding))
     parts.append(guard)
@@ -82,7 +84,8 @@ def _own_traits(bound: Bound) -> str:
     if bound.after:
         result = ir.declare(bound.function.returns, "result")
         if bound.returns != "void":
-            params, unused = f"{result}, {params}", f"(void) result; {unused}"
+            params = f"{result}, {params}" if params else result
+            unused = f"(void) result; {unused}"
         lines.append(f"    static void after({params}) {{ {unused} {bound.after}; }}")
     lines.append("};")
     return "\n".join(lines)

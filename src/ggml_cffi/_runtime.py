@@ -113,21 +113,11 @@ def out(value: Any, kind: str) -> Any:
     return value if value else None
 
 
-def struct(
-    ctype: str, value: object, fields: Mapping[str, object], function: str
-) -> Any:
-    """A struct by value: as given, or made from the keywords that were."""
-    given = {name: field for name, field in fields.items() if field is not ...}
-    if value is None:
-        made = ffi.new(f"{ctype} *")
-        for name, field in given.items():
-            try:
-                setattr(made, name, NULL if field is None else field)
-            except (TypeError, OverflowError) as error:
-                raise type(error)(f"{name}: {error}") from None
-        return made[0]
+def struct(value: object, fields: Mapping[str, object], function: str) -> Any:
+    """A struct by value as it was given; keywords beside it are an error."""
+    given = [name for name, field in fields.items() if field is not ...]
     if given:
-        raise TypeError(f"{function}: both a struct and the keywords {', '.join(given)} were given")
+        raise TypeError(f"both a struct and the keywords {', '.join(given)} were given")
     return value
 
 
@@ -324,8 +314,22 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
         try:  # cffi does not say which argument it was: try each by itself
             ffi.new(ffi.getctype(types[name], "[1]"), [_by_pointer(value, types[name])])
         except (TypeError, OverflowError) as why:
-            return type(why)(f"{function}: {name} is {value!r}: {why}")
+            return _bad_field(function, types[name], value) or type(why)(
+                f"{function}: {name} is {value!r}: {why}"
+            )
     return type(error)(f"{function}: {error}")
+
+
+def _bad_field(function: str, ctype: Any, value: Any) -> Exception | None:
+    """The exception for a keyword of a struct of parameters."""
+    if ctype.kind != "struct" or not isinstance(value, tuple):
+        return None
+    for (name, field), item in zip(ctype.fields, value, strict=True):
+        try:
+            ffi.new(ffi.getctype(field.type, "[1]"), [item])
+        except (TypeError, OverflowError) as why:
+            return type(why)(f"{function}: {name} is {item!r}: {why}")
+    return None
 
 
 def _converted(value: object, ctype: Any) -> bool:
