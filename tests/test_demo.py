@@ -402,21 +402,21 @@ def test_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 FUZZ = """
-import contextlib, io, random, sys
+import contextlib, io, pathlib, random, sys
 from ggml_cffi.__main__ import main
-path, seed = sys.argv[1], int(sys.argv[2])
-data = open(path, "rb").read()
+path, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+data = path.read_bytes()
 rng = random.Random(seed)
 ends = set()
 for _ in range(100):
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         changed[rng.randrange(480)] = rng.randrange(256)
-    open(path, "wb").write(changed)
+    path.write_bytes(changed)
     err = io.StringIO()
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
-            ends.add(main(["demo", "--model", path]))
+            ends.add(main(["demo", "--model", str(path)]))
         except SystemExit as error:
             ends.add(error.code)
     assert err.getvalue().count("\\n") <= 1, err.getvalue()

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from . import capi
 from ._handles import Handle
-from ._loader import LIBS, ffi, lib
+from ._loader import LIBS, ffi, lib, library_files
 from .device import Device, devices
 
 # The backends that this package is made for: the name in ggml's registry, that of the library, and
@@ -79,7 +79,9 @@ def collect() -> Info:
             "commit": build.GGML_COMMIT,
             "built_against": build.PREFIX_ORIGIN,
         },
-        "libraries": {name: _serving_file(name) for name in build.LIBRARIES},
+        "libraries": {
+            name: _serving_file(name, path) for name, path in library_files(build).items()
+        },
         "devices": [_device(device) for device in devices()],
         "missing_backends": missing_backends(
             build.LIBRARIES, _module_folder(build.SYSTEM_LIBDIR), _registered(), os.environ
@@ -87,9 +89,9 @@ def collect() -> Info:
     }
 
 
-def _serving_file(library: str) -> str:
-    path = lib.ggml_cffi_library_of(library.encode())
-    return os.path.realpath(os.fsdecode(ffi.string(path))) if path else "unknown"
+def _serving_file(library: str, expected: Path) -> str:
+    path = lib.ggml_cffi_library_of(library.encode())  # NULL: a backend's, which we never call into
+    return os.path.realpath(os.fsdecode(ffi.string(path)) if path else expected)
 
 
 def _module_folder(system: str | None) -> Path:
@@ -189,7 +191,8 @@ def _lines(info: Info) -> list[str]:
     for device in info["devices"]:
         free, total = device["memory_free"] / 2**30, device["memory_total"] / 2**30
         lines.append(f"  {device['name']:<10}{device['type']}, {device['description']}")
-        lines.append(f"{'':12}memory {free:.1f} of {total:.1f} GiB free, by {device['backend']}")
+        memory = f"memory {free:.1f} of {total:.1f} GiB free, " if total else ""
+        lines.append(f"{'':12}{memory}by backend {device['backend'] or 'of no name'}")
         if device["features"]:
             pairs = device["features"].items()
             lines.append(f"{'':12}" + " ".join(k if v == "1" else f"{k}={v}" for k, v in pairs))
