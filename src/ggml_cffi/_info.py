@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from . import capi
 from ._handles import Handle
-from ._loader import LIBS, ffi, lib, library_files
+from ._loader import LIBS, ffi, lib, library_files, load_backends
 from .device import Device, devices
 
 # The backends that this package is made for: the name in ggml's registry, that of the library, and
@@ -66,6 +66,7 @@ def build_info() -> Any:
 
 def collect() -> Info:
     """Gather all that the command tells."""
+    load_backends()
     build = build_info()
     return {
         "python": {
