@@ -8,7 +8,8 @@ written here; if not, the tests that need this are skipped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ggml_cffi import capi, ffi
@@ -53,6 +54,33 @@ BACKEND = [
     "device",
     "context",
 ]
+BUFFER = [
+    "free_buffer",
+    "get_base",
+    "init_tensor",
+    "memset_tensor",
+    "set_tensor",
+    "get_tensor",
+    "set_tensor_2d",
+    "get_tensor_2d",
+    "cpy_tensor",
+    "clear",
+    "reset",
+    "buft",
+    "context",
+    "size",
+    "usage",
+]
+BUFFER_TYPE = [
+    "get_name",
+    "alloc_buffer",
+    "get_alignment",
+    "get_max_size",
+    "get_alloc_size",
+    "is_host",
+    "device",
+    "context",
+]
 REG = ["api_version", "get_name", "get_device_count", "get_device", "get_proc_address", "context"]
 
 _DEV, _BACK, _TENSOR = (
@@ -60,6 +88,7 @@ _DEV, _BACK, _TENSOR = (
     "struct ggml_backend *",
     "struct ggml_tensor *",
 )
+_BUFFER, _BUFT = "struct ggml_backend_buffer *", "struct ggml_backend_buffer_type *"
 _EVENT, _REG = "struct ggml_backend_event *", "struct ggml_backend_reg *"
 _TYPES = {
     "device.get_name": f"const char *({_DEV})",
@@ -79,6 +108,9 @@ _TYPES = {
     "backend.synchronize": f"void({_BACK})",
     "backend.event_record": f"void({_BACK}, {_EVENT})",
     "backend.event_wait": f"void({_BACK}, {_EVENT})",
+    "buffer.free_buffer": f"void({_BUFFER})",
+    "buffer.reset": f"void({_BUFFER})",
+    "buffer type.is_host": f"bool({_BUFT})",
     "reg.get_name": f"const char *({_REG})",
     "reg.get_device_count": f"size_t({_REG})",
     "reg.get_device": f"void *({_REG}, size_t)",
@@ -134,14 +166,18 @@ def layout_is_known() -> bool:
         capi.ggml_backend_free(cpu)
 
 
+def _function(kind: str, name: str, function: Any) -> int:
+    """The address of a Python function as C sees it, or of something of C."""
+    if not isinstance(function, ffi.CData):
+        function = ffi.callback(_TYPES[f"{kind}.{name}"], function)
+        _keep.append(function)
+    return _address(function)
+
+
 def _struct(kind: str, names: list[str], base: Any, functions: dict[str, Any]) -> Any:
     """A copy of the struct at `base` in which these functions, or plain addresses, stand."""
     words = _words(base, names)
-    for name, function in functions.items():
-        if not isinstance(function, ffi.CData):
-            function = ffi.callback(_TYPES[f"{kind}.{name}"], function)
-            _keep.append(function)
-        words[name] = _address(function)
+    words.update({name: _function(kind, name, f) for name, f in functions.items()})
     made = ffi.new("uintptr_t[]", list(words.values()))
     _keep.append(made)
     return made
@@ -279,6 +315,37 @@ class FakeDevice:
         _keep.append(made)
         self.events[_address(made)] = mark
         return made
+
+
+def buffer_type(is_host: bool) -> Any:
+    """The CPU's buffer type, but host memory only if told so."""
+    cpu = capi.ggml_backend_cpu_buffer_type()
+    made = _struct("buffer type", BUFFER_TYPE, cpu, {"is_host": lambda buft: is_host})
+    return ffi.cast(_BUFT, made)
+
+
+@contextmanager
+def patched(buffer: Any, **functions: Any) -> Iterator[None]:
+    """Put other functions, or a buffer type, into a buffer for a while."""
+    words = ffi.cast("uintptr_t *", buffer)
+    before = _words(buffer, BUFFER)
+    for name, function in functions.items():
+        words[BUFFER.index(name)] = _function("buffer", name, function)
+    yield
+    for name in functions:
+        words[BUFFER.index(name)] = before[name]
+
+
+def on_free(buffer: Any, told: Callable[[Any], object]) -> None:
+    """Have `told` called with the buffer when ggml frees it."""
+    words = ffi.cast("uintptr_t *", buffer)
+    free_buffer = ffi.cast(f"void(*)({_BUFFER})", words[0])
+
+    def free(self: Any) -> None:
+        told(self)
+        free_buffer(self)
+
+    words[0] = _function("buffer", "free_buffer", free)
 
 
 def event_of(device: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._gen.enums import ggml_backend_buffer_usage, ggml_backend_dev_type
-from ._loader import lib
+from ._loader import lib, load_backends
 from .errors import NotSupportedError
 
 __all__ = [
@@ -68,15 +68,18 @@ if not hasattr(lib, "ggml_backend_cpu_init"):
     from ._gen import types as _types
 
     def ggml_backend_cpu_init() -> _types.ggml_backend:
-        """Make a CPU backend, where ggml-cpu is a module that is loaded at run time.
+        """Make a CPU backend, where ggml-cpu is a loadable module; the one in the package is loaded.
 
-        Raises NotSupportedError if none is loaded (ggml_backend_load_all).
+        Raises NotSupportedError if there is none.
         """
         device = _capi.ggml_backend_dev_by_type(_device_type("CPU"))
         if device is None:
+            load_backends()
+            device = _capi.ggml_backend_dev_by_type(_device_type("CPU"))
+        if device is None:
             raise NotSupportedError(
-                "ggml_backend_cpu_init: ggml-cpu is a module in this build and none is loaded; "
-                "ggml_backend_load_all() loads it"
+                "ggml_backend_cpu_init: ggml-cpu is a loadable module in this build and none is "
+                "loaded; ggml_backend_load(path) or ggml_backend_load_all() loads one"
             )
         return _capi.ggml_backend_dev_init(device)
 
