@@ -14,7 +14,7 @@ import ggml_cffi
 from ggml_cffi import capi
 
 GEN = Path(ggml_cffi.__file__).parent / "_gen"
-PUBLIC = [name for name in ggml_cffi.__all__ if name not in ("capi", "enums", "errors", "ffi", "lib")]
+PUBLIC = sorted(set(ggml_cffi.__all__) - {"capi", "enums", "errors", "ffi", "lib"})
 
 
 def annotations(function: ast.FunctionDef) -> list[tuple[str, ast.expr | None]]:

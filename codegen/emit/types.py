@@ -63,13 +63,13 @@ class Array(Handle, Generic[_T]):
     def __iter__(self) -> Iterator[_T]: ...  # type: ignore[empty-body]
 
 
-String: TypeAlias = "str | bytes | os.PathLike[str]"
-NumberArray: TypeAlias = "npt.NDArray[np.number] | npt.NDArray[np.bool_]"
+String: TypeAlias = str | bytes | os.PathLike[str]
+NumberArray: TypeAlias = npt.NDArray[np.number] | npt.NDArray[np.bool_]
 ReadableBuffer: TypeAlias = (
-    "bytes | bytearray | memoryview | npt.NDArray[np.generic] | VoidP | Array[int] | Array[float]"
+    bytes | bytearray | memoryview | npt.NDArray[np.generic] | VoidP | Array[int] | Array[float]
 )
 WritableBuffer: TypeAlias = (
-    "bytearray | memoryview | npt.NDArray[np.generic] | VoidP | Array[int] | Array[float]"
+    bytearray | memoryview | npt.NDArray[np.generic] | VoidP | Array[int] | Array[float]
 )
 '''
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-logger = logging.getLogger("ggml")
+logger: logging.Logger = logging.getLogger("ggml")
 logger.addHandler(logging.NullHandler())
 
 #: enum ggml_log_level → logging level; NONE is ggml's word for plain output.

@@ -115,7 +115,7 @@ class SplitFunction:
             raise ValueError(f"on_error is {on_error!r}, expected {expected}")
         self.n_devs = n_devs
         self.on_error = on_error
-        self.latch = ErrorLatch()
+        self.latch: ErrorLatch = ErrorLatch()
         self._repeats = repeats
         self._function: SplitCallable | None = function
         self._lock = threading.RLock()  # never held while the function runs
