@@ -80,14 +80,23 @@ def collect() -> Info:
             "commit": build.GGML_COMMIT,
             "built_against": build.PREFIX_ORIGIN,
         },
-        "libraries": {
-            name: _serving_file(name, path) for name, path in library_files(build).items()
-        },
+        "libraries": _libraries(build),
         "devices": [_device(device) for device in devices()],
         "missing_backends": missing_backends(
             build.LIBRARIES, _module_folder(build.SYSTEM_LIBDIR), _registered(), os.environ
         ),
     }
+
+
+def _libraries(build: Any) -> dict[str, str]:
+    """The files that serve: the linked libraries, and the modules that were loaded."""
+    found = {name: _serving_file(name, path) for name, path in library_files(build).items()}
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    for path in sorted(_module_folder(build.SYSTEM_LIBDIR).glob("libggml-*.so")):
+        file = os.path.realpath(path)
+        if file not in found.values() and f" {file}\n" in maps:
+            found[path.stem.removeprefix("lib")] = file
+    return found
 
 
 def _serving_file(library: str, expected: Path) -> str:
