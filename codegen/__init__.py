@@ -9,7 +9,6 @@ from pathlib import Path
 
 from . import ir, lock, report, resolve
 from .annotations import load as load_annotations
-from .annotations import load
 from .emit import capi, cdef, enums, source, tables, types
 from .parse import parse
 from .prefix import Prefix, exported_symbols

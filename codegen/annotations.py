@@ -54,6 +54,7 @@ class Place:
     line: int
 
     def error(self, message: str) -> AnnotationError:
+        """The error `message` about what stands here."""
         return AnnotationError(f"{self.file}:{self.line}: {message}")
 
 
@@ -68,6 +69,7 @@ class Rule:
     set: Mapping[str, Any]
 
     def matches(self, api: ir.Api, function: ir.Function) -> bool:
+        """Whether the rule is for `function`."""
         if self.name is not None and not fnmatchcase(function.name, self.name):
             return False
         if self.returns is not None and ir.declare(function.returns) != self.returns:

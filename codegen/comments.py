@@ -71,8 +71,9 @@ class _Header:
 
     def _params(self, start: int, end: int) -> tuple[tuple[str, str], ...]:
         found = []
-        for match in re.finditer(r"(\w+)\s*(?:\[[^\]\n]*\])?\s*[,)]?[\s);]*?//([^\n]*)",
-                                 self.text[start:end]):
+        for match in re.finditer(
+            r"(\w+)\s*(?:\[[^\]\n]*\])?\s*[,)]?[\s);]*?//([^\n]*)", self.text[start:end]
+        ):
             found.append((match.group(1), match.group(2).strip()))
         return tuple(found)
 

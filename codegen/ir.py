@@ -98,10 +98,12 @@ class Function:
 
     @property
     def params(self) -> tuple[Param, ...]:
+        """The parameters of its type."""
         return self.type.params
 
     @property
     def returns(self) -> Type:
+        """The result of its type."""
         return self.type.returns
 
 

@@ -32,8 +32,7 @@ def snapshot(api: ir.Api, version: str) -> dict[str, Any]:
     }
     parts: tuple[dict[str, Any], ...] = (functions, structs, enums, typedefs, constants)
     return {"ggml": version} | {
-        section: dict(sorted(part.items()))
-        for section, part in zip(SECTIONS, parts, strict=True)
+        section: dict(sorted(part.items())) for section, part in zip(SECTIONS, parts, strict=True)
     }
 
 

@@ -15,9 +15,9 @@ from .preprocess import Macro, Preprocessed
 
 #: Types that cffi and C++ know without our help.
 BUILTIN = frozenset(
-    "bool size_t ptrdiff_t intptr_t uintptr_t int8_t int16_t int32_t int64_t "
-    "uint8_t uint16_t uint32_t uint64_t FILE va_list".split()
-)
+    ("bool", "size_t", "ptrdiff_t", "intptr_t", "uintptr_t", "int8_t", "int16_t", "int32_t",
+     "int64_t", "uint8_t", "uint16_t", "uint32_t", "uint64_t", "FILE", "va_list")
+)  # fmt: skip
 _SIZES = {
     "char": 1, "bool": 1, "int8_t": 1, "uint8_t": 1, "int16_t": 2, "uint16_t": 2, "int": 4,
     "int32_t": 4, "uint32_t": 4, "float": 4, "int64_t": 8, "uint64_t": 8, "double": 8,
@@ -176,7 +176,9 @@ class _Reader:
             return self.known_values.get(node.name)
         if isinstance(node, c_ast.UnaryOp):
             if node.op == "sizeof":
-                named = getattr(getattr(getattr(node.expr, "type", None), "type", None), "names", [])
+                named = getattr(
+                    getattr(getattr(node.expr, "type", None), "type", None), "names", []
+                )
                 return _SIZES.get(" ".join(named))
             value = self.evaluate(node.expr)
             if value is None:

@@ -45,6 +45,7 @@ class Arg:
 
     @property
     def visible(self) -> bool:
+        """Whether it is a parameter in Python."""
         return self.kind not in ("out", "length", "userdata")
 
 
@@ -94,14 +95,17 @@ class Bound:
 
     @property
     def name(self) -> str:
+        """Its name in C and in Python."""
         return self.function.name
 
     @property
     def visible(self) -> tuple[Arg, ...]:
+        """The parameters in Python."""
         return tuple(arg for arg in self.args if arg.visible)
 
     @property
     def outs(self) -> tuple[Arg, ...]:
+        """The parameters that C writes one result to."""
         return tuple(arg for arg in self.args if arg.kind == "out")
 
 
@@ -120,6 +124,7 @@ class Binding:
     ctypes: Mapping[str, str] = field(default_factory=dict)
 
     def function(self, name: str) -> Bound:
+        """The bound function of this name."""
         return next(bound for bound in self.bound if bound.name == name)
 
 
@@ -134,8 +139,10 @@ def resolve(
     version: str = "",
     commit: str = "",
 ) -> Binding:
-    """Decide for every function. `exported`: library → symbols. `known`: the functions of
-    the pin, with their declarations. `idle`: the annotation files of headers that are not bound here.
+    """Decide for every function.
+
+    `exported`: library → symbols. `known`: the functions of the pin, with their declarations.
+    `idle`: the annotation files of headers that are not bound here.
 
     With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
     it a note of the report.
@@ -168,9 +175,7 @@ def resolve(
             skipped[name] = f"its annotation does not fit: {error}"
     callbacks = _callbacks(api, annotations, bound, complain)
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
-    return Binding(
-        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit
-    )
+    return Binding(api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit)
 
 
 def _fit(
@@ -267,6 +272,7 @@ def scalar_kind(api: ir.Api, ctype: ir.Type) -> str:
 
 
 def is_float(api: ir.Api, ctype: ir.Type) -> bool:
+    """Whether `ctype` is float or double."""
     resolved = api.resolve(ctype)
     return isinstance(resolved, ir.Prim) and resolved.name in _FLOATS
 
@@ -365,6 +371,12 @@ def _by_reference(api: ir.Api, ctype: ir.Type) -> bool:
     return struct is not None and struct.fields is not None and struct.name != "ggml_tensor"
 
 
+def _is_userdata(api: ir.Api, function: ir.FunctionType, param: ir.Param) -> bool:
+    if ir.declare(api.resolve(param.type)) != "void *":
+        return False
+    return "data" in param.name or len(function.params) == 1
+
+
 def _callbacks(
     api: ir.Api, annotations: Annotations, bound: list[Bound], complain: Any
 ) -> tuple[CallbackKind, ...]:
@@ -389,9 +401,7 @@ def _callbacks(
             complain(place.error(f"what does C get when a {typedef.name} fails? (on_error)"))
             continue
         userdata = next(
-            (i for i, p in enumerate(pointed.params)
-             if ir.declare(api.resolve(p.type)) == "void *" and "data" in p.name or
-             (len(pointed.params) == 1 and ir.declare(p.type) == "void *")),
+            (i for i, p in enumerate(pointed.params) if _is_userdata(api, pointed, p)),
             None,
         )  # fmt: skip
         if userdata is None and typedef.name not in slots:
@@ -405,4 +415,3 @@ def _callbacks(
             )
         )  # fmt: skip
     return tuple(kinds)
-

@@ -1,0 +1,1 @@
+"""Stage 5: the emitters, one a module; each writes down what resolve decided."""

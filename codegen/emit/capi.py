@@ -16,7 +16,7 @@ where none is allowed a ValueError. Pointers are opaque; contexts are not thread
 """
 '''
 
-_IMPORTS = '''
+_IMPORTS = """
 from .. import _runtime
 from .._callbacks import Attached as _Attached
 from .._callbacks import owners as _owners
@@ -38,7 +38,7 @@ from . import enums, types
 _NULL = _ffi.NULL
 _string_at = _ffi.string
 _error = _lib.ggml_cffi_error
-'''
+"""
 
 
 def emit(binding: Binding) -> str:
@@ -254,7 +254,9 @@ def _spread(binding: Binding, bound: Bound, arg: Arg) -> list[str]:
     for field in fields:
         name = python_name(field.name)
         kind = scalar_kind(binding.api, field.type)
-        zero = {"bool": "False", "pointer": "_NULL", "string": "_NULL", "struct": "()"}.get(kind, "0")
+        zero = {"bool": "False", "pointer": "_NULL", "string": "_NULL", "struct": "()"}.get(
+            kind, "0"
+        )
         missing = f"{name} is ..." + (f" or {name} is None" if zero == "_NULL" else "")
         values.append(f"{zero} if {missing} else {name}")
     named = ", ".join(f'"{f.name}": {python_name(f.name)}' for f in fields)
@@ -358,8 +360,10 @@ def _out_value(binding: Binding, arg: Arg) -> str:
     """An out-parameter after the call."""
     assert arg.element is not None
     kind = scalar_kind(binding.api, arg.element)
-    return f'_out(_o_{arg.c_name}[0], "{kind}")' if kind in ("pointer", "string") else (
-        f"_o_{arg.c_name}[0]"
+    return (
+        f'_out(_o_{arg.c_name}[0], "{kind}")'
+        if kind in ("pointer", "string")
+        else (f"_o_{arg.c_name}[0]")
     )
 
 
@@ -381,7 +385,9 @@ def docstring(binding: Binding, bound: Bound) -> str:
         lines += ["", f"Deprecated{hint}."]
     if function.where.comment:
         lines += ["", function.where.comment]
-    described = [(n, t) for n, t in function.where.param_comments if n in {a.c_name for a in bound.args}]
+    described = [
+        (n, t) for n, t in function.where.param_comments if n in {a.c_name for a in bound.args}
+    ]
     if described:
         lines += ["", "Parameters:"]
         lines += [f"    {name}: {text}" for name, text in described]
@@ -420,5 +426,3 @@ def _facts(bound: Bound) -> list[str]:
         facts.append(f"Requires {condition.replace('check::', '').replace('ggml_cffi::', '')}.")
     facts.append(f"Guard: {bound.guard}.")
     return facts
-
-

@@ -17,7 +17,11 @@ def emit(binding: Binding) -> str:
     """The module."""
     lines = [_HEAD.format(version=binding.version), "from .._loader import lib as _lib\n"]
     for enum in named(binding):
-        lines += ["", f"class {enum.name}(IntEnum):", f'    """``enum {enum.name}`` of {enum.where.header}."""\n']
+        lines += [
+            "",
+            f"class {enum.name}(IntEnum):",
+            f'    """``enum {enum.name}`` of {enum.where.header}."""\n',
+        ]
         lines += [f"    {value.name} = _lib.{value.name}" for value in enum.values]
         lines.append("")
     names = [enum.name for enum in named(binding)]

@@ -49,7 +49,8 @@ def _enum_checks(binding: Binding) -> str:
             cases.append(f"case (long long) {value.name}:")
         lines.append(
             f"inline bool is_enumerator(enum {enum.name} value) {{ "
-            f"switch ((long long) value) {{ {' '.join(cases)} return true; default: return false; }} }}"
+            f"switch ((long long) value) {{ {' '.join(cases)} return true; "
+            "default: return false; } }"
         )
     lines.append("}")
     return "\n".join(lines)
@@ -76,7 +77,12 @@ def _own_traits(bound: Bound) -> str:
         lines.append("    static constexpr bool has_requirements = true;")
         lines.append(f"    static const char * require({params}) {{ {unused}")
         for text in bound.require:
-            literal = text.replace("check::", "").replace("ggml_cffi::", "").replace("\\", "\\\\").replace('"', '\\"')
+            literal = (
+                text.replace("check::", "")
+                .replace("ggml_cffi::", "")
+                .replace("\\", "\\\\")
+                .replace('"', '\\"')
+            )
             lines.append(f'        if (!({text})) return "{literal}";')
         lines.append("        return nullptr;\n    }")
     if bound.threads:
@@ -97,17 +103,15 @@ def _traits(bound: Bound) -> str:
 
 def _macro(bound: Bound) -> str:
     traits = f"ggml_cffi_traits_{bound.name}" if _needs_own_traits(bound) else _traits(bound)
-    return (
-        f"#define {bound.name}(...) "
-        f"ggml_cffi::call<&::{bound.name}, {traits}>::now(__VA_ARGS__)"
-    )
+    return f"#define {bound.name}(...) ggml_cffi::call<&::{bound.name}, {traits}>::now(__VA_ARGS__)"
 
 
 def _callbacks(binding: Binding) -> str:
     slots = [slot for kind in binding.callbacks for slot in kind.slots]
     lines = [
         f"static thread_local std::array<void *, {max(1, len(slots))}> ggml_cffi_slots;",
-        "static void ggml_cffi_set_slot(int slot, void * userdata) { ggml_cffi_slots.at(slot) = userdata; }",
+        "static void ggml_cffi_set_slot(int slot, void * userdata) "
+        "{ ggml_cffi_slots.at(slot) = userdata; }",
     ]
     for kind in binding.callbacks:
         lines.append(f"static {ir.declare(python_side(kind), f'ggml_cffi_py_{kind.name}')};")
