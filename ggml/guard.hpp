@@ -145,7 +145,7 @@ inline bool whole_if_partial(const ggml_tensor * tensor, size_t offset, size_t s
     return !partial_table.count(tensor) || (offset == 0 && size == ggml_nbytes(tensor));
 }
 
-// ---- what ggml leaves behind when memory cannot be had
+// ---- what ggml leaves behind when memory cannot be had, or was only measured
 
 // A graph of no nodes, for as long as this lives.
 struct empty_graph {
@@ -158,8 +158,8 @@ struct empty_graph {
     empty_graph(const empty_graph &) = delete;
 };
 
-// An allocator that failed has noted the graph as planned, with no buffers behind the plan: the
-// next try would read NULL. Planning an empty graph makes it forget.
+// An allocator that failed, or only measured, has noted the graph as planned, with no buffers behind
+// the plan: the next try would read NULL. Planning an empty graph makes it forget.
 inline void forget_plan(ggml_gallocr_t allocator) {
     empty_graph empty;
     ggml_gallocr_reserve(allocator, empty.graph);

@@ -666,6 +666,7 @@ def test_opt_init_refuses(arena, sched):
         ({"backend_sched": sched, "loss_type": MSE, "opt_period": 0}, AbortError, "opt_period"),
         ({"backend_sched": sched, "loss_type": MSE, "opt_period": "x"}, TypeError, "opt_period"),
         ({"backend_sched": sched, "loss_type": MSE, "get_opt_pars": 5}, TypeError, "get_opt_pars"),
+        ({"params": {"opt_period": 1}}, TypeError, "params must be a struct, not dict"),
         ({"params": params, "opt_period": 2}, TypeError, "both a struct and the keywords"),
     ]:
         with pytest.raises(error, match=words):

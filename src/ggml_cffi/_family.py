@@ -68,7 +68,7 @@ if not hasattr(lib, "ggml_backend_cpu_init"):
     from ._gen import types as _types
 
     def ggml_backend_cpu_init() -> _types.ggml_backend:
-        """Make a CPU backend, where ggml-cpu is a loadable module; the one in the package is loaded.
+        """Make a CPU backend, where ggml-cpu is a loadable module; loads that of the package.
 
         Raises NotSupportedError if there is none.
         """

@@ -1,9 +1,8 @@
-"""Reserving memory for graphs: arrays as long as a graph, and what ggml forgets to undo."""
+"""Reserving memory for graphs: arrays as long as a graph, an allocator or a scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import _runtime
@@ -16,17 +15,6 @@ if TYPE_CHECKING:
     from .._gen import types
 
     Ids: TypeAlias = Sequence[int] | types.NumberArray
-
-
-@contextmanager
-def _empty_graph() -> Iterator[Any]:
-    size = call("ggml_graph_overhead_custom", 1, False) + 1024
-    params = ffi.new("struct ggml_init_params *", {"mem_size": size, "no_alloc": True})
-    context = call("ggml_init", params[0])  # a dict would leave the other fields undefined
-    try:
-        yield call("ggml_new_graph_custom", context, 1, False)
-    finally:
-        lib.ggml_free(context)
 
 
 def _n_buffers(galloc: Any) -> int:
@@ -78,17 +66,6 @@ def _arguments(
     return nodes, leafs, n
 
 
-def _forget(galloc: Any, n_buffers: int) -> None:
-    """Let the allocator plan for another graph than its last one, for which it has no memory.
-
-    Else it takes the memory for there when that graph is to be allocated, and crashes.
-    """
-    zeros = ffi.new("int[1]")
-    with _empty_graph() as graph:
-        sizes = ffi.new("size_t[]", n_buffers)
-        call("ggml_gallocr_reserve_n_size", galloc, graph, zeros, zeros, sizes)
-
-
 @bound
 def ggml_gallocr_reserve_n(
     galloc: types.ggml_gallocr,
@@ -106,10 +83,9 @@ def ggml_gallocr_reserve_n(
     if the memory cannot be allocated.
     """
     function = "ggml_gallocr_reserve_n"
-    nodes, leafs, n = _arguments(function, galloc, graph, node_buffer_ids, leaf_buffer_ids)
+    nodes, leafs, _ = _arguments(function, galloc, graph, node_buffer_ids, leaf_buffer_ids)
     if not call(function, galloc, graph, nodes, leafs):
         reason = (_runtime.text(lib.ggml_cffi_error_log()) or "").strip()
-        _forget(galloc, n)
         raise GGMLError(
             f"{function}: {reason or 'the buffers of the graph could not be allocated'}"
         )
@@ -133,7 +109,6 @@ def ggml_gallocr_reserve_n_size(
     nodes, leafs, n = _arguments(function, galloc, graph, node_buffer_ids, leaf_buffer_ids)
     sizes = ffi.new("size_t[]", n)
     call(function, galloc, graph, nodes, leafs, sizes)
-    _forget(galloc, n)
     return list(sizes)
 
 
@@ -150,7 +125,4 @@ def ggml_backend_sched_reserve_size(
     n = call("ggml_backend_sched_get_n_backends", sched)
     sizes = ffi.new("size_t[]", n)
     call(function, sched, measure_graph, sizes)
-    with _empty_graph() as graph:  # as in _forget
-        call(function, sched, graph, ffi.new("size_t[]", n))
-        call("ggml_backend_sched_reset", sched)
     return list(sizes)

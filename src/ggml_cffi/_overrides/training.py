@@ -73,6 +73,8 @@ def ggml_opt_init(
         if named:
             words = ", ".join(named)
             raise TypeError(f"{function}: both a struct and the keywords {words} were given")
+        if not isinstance(params, _CData):  # cffi would leave undefined what a dict does not name
+            raise TypeError(f"{function}: params must be a struct, not {type(params).__name__}")
         return cast("types.ggml_opt_context", _init(params))
     raw(backend_sched, "struct ggml_backend_sched *", f"{function}: backend_sched")
     if loss_type is None:
