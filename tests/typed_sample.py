@@ -45,10 +45,12 @@ def multiply(backend: types.ggml_backend, a: npt.NDArray[np.float32]) -> npt.NDA
     found = assert_type(capi.ggml_get_tensor(ctx, b"no such tensor"), "types.ggml_tensor | None")
     assert found is None
     assert assert_type(tensor.ne[0], int) == columns
+    message = ""
     try:
         capi.ggml_mul_mat(ctx, tensor, capi.ggml_new_tensor_1d(ctx, F32, columns + 1))
     except AbortError as error:
-        assert "ggml_can_mul_mat" in assert_type(error.message, str)
+        message = assert_type(error.message, str)
+    assert "ggml_can_mul_mat" in message
     capi.ggml_backend_buffer_free(buffer)
     capi.ggml_free(ctx)
     return result

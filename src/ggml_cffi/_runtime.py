@@ -307,6 +307,8 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
     for name, value in zip(facts.visible, values, strict=True):
         if value is None and name in facts.required:
             return ValueError(f"{function}: {name} must not be NULL or None")
+    if re.split(r"\W", str(error), maxsplit=1)[0] in facts.visible:
+        return type(error)(f"{function}: {error}")  # a conversion of ours, which names it
     for name in facts.plain:
         value = values[facts.visible.index(name)]
         if value is None or _converted(value, types[name]):
