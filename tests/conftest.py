@@ -1,7 +1,8 @@
 """What all tests share: the backend that they run on, and strictness in CI.
 
 GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
-GGML_CFFI_TEST_META=N: `backend` is a meta backend over N CPU devices, not the CPU itself.
+GGML_CFFI_TEST_META=N: only tests that run on a backend of choice (fixtures `backend` and `n_devs`),
+and that is a meta backend over N CPU devices.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ sys.path.insert(0, str(ROOT))  # codegen is no installed package
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 META = int(os.environ.get("GGML_CFFI_TEST_META") or 0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, for a meta backend, what would be the same without."""
+    if META:
+        on_any = [i for i in items if {"backend", "n_devs"} & set(getattr(i, "fixturenames", ()))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in on_any])
+        items[:] = on_any
 
 
 @pytest.fixture(scope="session")
