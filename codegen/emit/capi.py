@@ -204,7 +204,9 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"_NULL if {name} is None else {name}"
         elif arg.kind == "struct":
             if arg.spread:
-                before += _spread(binding, bound, arg)
+                before += _spread(binding, arg)
+            else:
+                passed[arg.c_name] = f'_struct({name}, "{name}")'
         elif arg.kind == "array":
             assert arg.element is not None
             count = f"_n_{arg.c_name}"
@@ -247,7 +249,7 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
     return before, [passed[p.name] for p in bound.function.params]
 
 
-def _spread(binding: Binding, bound: Bound, arg: Arg) -> list[str]:
+def _spread(binding: Binding, arg: Arg) -> list[str]:
     """A struct of parameters from its keywords: a tuple is what cffi takes fastest."""
     fields = _fields(binding, arg)
     values = []
@@ -264,7 +266,7 @@ def _spread(binding: Binding, bound: Bound, arg: Arg) -> list[str]:
         f"if {arg.name} is None:",
         f"    {arg.name} = ({', '.join(values)},)",
         "else:",
-        f'    {arg.name} = _struct({arg.name}, {{{named}}}, "{bound.name}")',
+        f'    {arg.name} = _struct({arg.name}, "{arg.name}", {{{named}}})',
     ]
 
 

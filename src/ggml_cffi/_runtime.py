@@ -113,9 +113,14 @@ def out(value: Any, kind: str) -> Any:
     return value if value else None
 
 
-def struct(value: object, fields: Mapping[str, object], function: str) -> Any:
-    """A struct by value as it was given; keywords beside it are an error."""
-    given = [name for name, field in fields.items() if field is not ...]
+def struct(value: object, name: str, fields: Mapping[str, object] | None = None) -> Any:
+    """A struct by value as it was given; keywords beside it are an error.
+
+    Only a struct will do: of a tuple or a dict cffi leaves the fields undefined that it lacks.
+    """
+    if not isinstance(value, _CData):
+        raise TypeError(f"{name} must be a struct, not {type(value).__name__}")
+    given = [field for field, item in (fields or {}).items() if item is not ...]
     if given:
         raise TypeError(f"both a struct and the keywords {', '.join(given)} were given")
     return value
@@ -155,6 +160,8 @@ def array(
         kind = ffi.typeof(value).kind
         if kind != "array":
             raise TypeError(f"{name} is a bare pointer: its length is not known; give a sequence")
+        if ffi.typeof(value).item is not ffi.typeof(element):
+            raise TypeError(f"{name} must be an array of {element}, not {ffi.typeof(value).cname}")
         length = len(value)
         pointer = value
     elif isinstance(value, np.ndarray):
