@@ -520,6 +520,7 @@ def gemma(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         (["--layer", 9, "--devices", 16], [0, 256] * 8),
     ],
 )
+@pytest.mark.slow
 def test_gemma(gemma: Path, arguments: Sequence[object], elements: list[int]) -> None:
     child = run_child("demo", "--model", gemma, *arguments)
     assert (child.returncode, child.stderr) == (0, "")
@@ -530,6 +531,7 @@ def test_gemma(gemma: Path, arguments: Sequence[object], elements: list[int]) ->
     assert 20 < percent < 80
 
 
+@pytest.mark.slow
 def test_gemma_has_no_such_layer(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(capsys, ["--model", gemma, "--layer", 18])
     assert line.endswith("gemma.gguf: there is no layer 18: its layers are 0 to 17")
