@@ -15,6 +15,7 @@ from _compute import F32, Arena
 
 from ggml_cffi import _overrides, capi, enums, ffi, lib
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError
+from ggml_cffi.meta import MetaDevice, SplitAxis
 
 TOO_MUCH = 1 << 44  # numbers: more than any machine has
 
@@ -168,6 +169,24 @@ def test_2d_copies_with_wrong_arguments(cpu, arena, matrix):
         capi.ggml_backend_tensor_get_2d_async(cpu, nowhere, data, 0, 4, 1, 0, 0)
     with pytest.raises(AbortError, match="tensor buffer not set"):
         capi.ggml_backend_tensor_set_2d(nowhere, data, 0, 4, 1, 0, 0)
+
+
+@pytest.mark.parametrize("suffix", ["", "_async"])
+def test_2d_copies_into_a_partial_weight_are_whole(suffix):
+    """ggml reads all of what a tensor needs from the first piece, whatever the piece's size."""
+    with MetaDevice(["CPU", "CPU"], lambda info, n_devs: {"axis": SplitAxis.PARTIAL}) as device:
+        meta = capi.ggml_backend_dev_init(device.handle)
+        with Arena(meta) as arena:
+            bias, data = arena.weight(8), np.arange(8, dtype=np.float32)
+            set_2d = getattr(capi, f"ggml_backend_tensor_set_2d{suffix}")
+            first = (meta,) if suffix else ()
+            for numbers in ((0, 4, 1, 0, 0), (4, 4, 1, 0, 0), (0, 16, 2, 16, 16)):
+                with pytest.raises(ValueError, match="whole_if_partial"):
+                    set_2d(*first, bias, data, *numbers)
+            set_2d(*first, bias, data, 0, 0, 1, 0, 0)
+            if not suffix:  # ggml cannot write partial weights asynchronously
+                set_2d(*first, bias, data, 0, 32, 1, 0, 0)
+        capi.ggml_backend_free(meta)
 
 
 # ---- allocators and the scheduler
