@@ -31,7 +31,7 @@ def _copy(
     if backend and not (tensor.view_src.buffer if tensor.view_src else tensor.buffer):
         raise ValueError(f"{function}: tensor is in no buffer")
     if not size:
-        n_copies = min(n_copies, 1)  # ggml would count through them all
+        n_copies = 0  # ggml would count through them all
     needed = 0
     if n_copies and size:
         needed = (n_copies - 1) * stride_data + size
