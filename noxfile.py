@@ -162,7 +162,7 @@ def tests(session: nox.Session, backend: str) -> None:
 def core(session: nox.Session) -> None:
     """The tests that are worth running on every Python."""
     install(session, "test")
-    pytest(session, "tests", "-m", "not packaging", "--ignore=tests/codegen")
+    pytest(session, "tests", "-m", "not packaging and not slow", "--ignore=tests/codegen")
 
 
 @nox.session(python=MAIN)
