@@ -109,7 +109,9 @@ def generate(prefix: Prefix, outdir: Path, *, compiler: str | None = None) -> Ge
             binding,
             header_names(prefix),
             (GGML / "supplement.h").read_text(encoding="utf-8"),
-            (GGML / "guard.hpp").read_text(encoding="utf-8"),
+            "".join(
+                (GGML / name).read_text(encoding="utf-8") for name in ("checks.hpp", "guard.hpp")
+            ),
         ),
         python_files=written,
         libraries=sorted({b.library for b in binding.bound}, key=_link_order),

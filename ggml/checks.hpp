@@ -1,0 +1,358 @@
+// Predicates that the annotations' `require` expressions use: what must hold before a call because
+// ggml itself neither checks it nor aborts over it.
+
+#include <cstdint>
+#include <cstring>
+
+// Predicates over arguments. They never abort, write nothing, and take pointers that are not NULL
+// unless they say otherwise.
+namespace check {
+
+// The buffer that holds a tensor's data: a view's own field is set late.
+inline ggml_backend_buffer_t buffer_of(const ggml_tensor * t) {
+    return t->view_src ? t->view_src->buffer : t->buffer;
+}
+
+// By name, so that releases without a meta device compile as well.
+inline bool is_meta(const char * name) {
+    return std::strncmp(name, "Meta(", 5) == 0;
+}
+
+inline bool in_meta_buffer(const ggml_tensor * t) {
+    ggml_backend_buffer_t buffer = buffer_of(t);
+    return buffer && is_meta(ggml_backend_buffer_name(buffer));
+}
+
+// A meta buffer over host memory calls itself host memory but has made-up addresses.
+inline bool real_host_buffer(const ggml_tensor * t) {
+    ggml_backend_buffer_t buffer = buffer_of(t);
+    return buffer && ggml_backend_buffer_is_host(buffer) && !in_meta_buffer(t);
+}
+
+// The data can be read and written by the CPU through its address.
+inline bool data_in_host_memory(const ggml_tensor * t) {
+    return t->data && (!buffer_of(t) || real_host_buffer(t));
+}
+
+// ggml copies through an address wherever a buffer says that it is host memory.
+inline bool can_copy(const ggml_tensor * src, const ggml_tensor * dst) {
+    return src == dst || (!in_meta_buffer(src) && (!in_meta_buffer(dst) || real_host_buffer(src)));
+}
+
+inline bool in_range(int64_t i, int64_t n) {
+    return i >= 0 && i < n;
+}
+
+// A flat index, of a tensor whose elements can be addressed.
+inline bool element(const ggml_tensor * t, int64_t i) {
+    return in_range(i, ggml_nelements(t));
+}
+
+inline bool element(const ggml_tensor * t, int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+    return in_range(i0, t->ne[0]) && in_range(i1, t->ne[1]) && in_range(i2, t->ne[2]) && in_range(i3, t->ne[3]);
+}
+
+// a * b, or -1 where it is negative or does not fit.
+inline int64_t product(int64_t a, int64_t b) {
+    int64_t result;
+    return a < 0 || b < 0 || __builtin_mul_overflow(a, b, &result) ? -1 : result;
+}
+
+// No extent is negative, rows are whole blocks, and the bytes fit into an int64_t.
+inline bool shape(ggml_type type, int64_t ne0, int64_t ne1 = 1, int64_t ne2 = 1, int64_t ne3 = 1) {
+    const int64_t block = ggml_blck_size(type);
+    if (ne0 < 0 || ne1 < 0 || ne2 < 0 || ne3 < 0 || block <= 0 || ne0 % block) {
+        return false;
+    }
+    if (ne0 == 0 || ne1 == 0 || ne2 == 0 || ne3 == 0) {
+        return ne0 < INT32_MAX && ne1 < INT32_MAX && ne2 < INT32_MAX && ne3 < INT32_MAX;
+    }
+    const int64_t row = product(ne0, (int64_t) ggml_type_size(type));
+    return product(product(product(row, ne1), ne2), ne3) >= 0;
+}
+
+inline bool shape(ggml_type type, int n_dims, const int64_t * ne) {
+    return n_dims < 1 || n_dims > 4 ||
+           shape(type, ne[0], n_dims > 1 ? ne[1] : 1, n_dims > 2 ? ne[2] : 1, n_dims > 3 ? ne[3] : 1);
+}
+
+inline bool not_negative(int64_t ne0, int64_t ne1 = 0, int64_t ne2 = 0, int64_t ne3 = 0) {
+    return ne0 >= 0 && ne1 >= 0 && ne2 >= 0 && ne3 >= 0;
+}
+
+// Bytes from the first to behind the last element of a region with these extents and strides;
+// SIZE_MAX where that does not fit.
+inline size_t extent(ggml_type type, const int64_t (&ne)[4], const size_t (&nb)[4]) {
+    size_t end = ggml_row_size(type, ne[0]);
+    for (int i = 1; i < 4; ++i) {
+        size_t step;
+        if (ne[i] <= 0) {
+            return 0;
+        }
+        if (__builtin_mul_overflow((size_t) (ne[i] - 1), nb[i], &step) || __builtin_add_overflow(end, step, &end)) {
+            return SIZE_MAX;
+        }
+    }
+    return ne[0] > 0 ? end : 0;
+}
+
+// A view with these extents and strides lies inside the tensor that holds the data of `a`.
+inline bool view(const ggml_tensor * a, size_t offset, int64_t ne0, int64_t ne1 = 1, size_t nb1 = 0,
+                 int64_t ne2 = 1, size_t nb2 = 0, int64_t ne3 = 1, size_t nb3 = 0) {
+    if (!shape(a->type, ne0, ne1, ne2, ne3)) {
+        return false;
+    }
+    const int64_t ne[4] = { ne0, ne1, ne2, ne3 };
+    const size_t nb[4] = { 0, nb1, nb2, nb3 };
+    const size_t bytes = extent(a->type, ne, nb);
+    const size_t room = ggml_nbytes(a->view_src ? a->view_src : a);
+    size_t start;
+    return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room && bytes <= room - start);
+}
+
+// The region of `a` that ggml_set and ggml_acc write `b` to: `a` as contiguous memory, strides and
+// offset stored as 32-bit numbers.
+inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset) {
+    const int64_t ne[4] = { b->ne[0], b->ne[1], b->ne[2], b->ne[3] };
+    const size_t nb[4] = { 0, nb1, nb2, nb3 };
+    const size_t bytes = extent(a->type, ne, nb);
+    const size_t room = ggml_nbytes(a);
+    for (int i = 1; i < 4; ++i) {
+        if (ne[i] > 1 && nb[i] > INT32_MAX) {
+            return false;
+        }
+    }
+    return offset <= INT32_MAX && offset <= room && bytes <= room - offset;
+}
+
+// Every row lies inside the tensor when rows are counted through with nb[1] alone.
+inline bool plain_rows(const ggml_tensor * t) {
+    const int64_t rows = ggml_nrows(t);
+    return ggml_nelements(t) == 0 ||
+           (rows <= INT32_MAX && t->ne[0] <= INT32_MAX && t->nb[0] == ggml_type_size(t->type) &&
+            (size_t) (rows - 1) * t->nb[1] + ggml_row_size(t->type, t->ne[0]) <= ggml_nbytes(t));
+}
+
+// Matrices of these types are no operands of a product: the CPU calls a function that is not there.
+inline bool has_dot_product(const ggml_tensor * t) {
+    switch (t->type) {
+        case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I32: case GGML_TYPE_I64: case GGML_TYPE_F64:
+        case GGML_TYPE_Q8_1: case GGML_TYPE_Q8_K:
+            return false;
+        default:
+            return true;
+    }
+}
+
+// Only float becomes integers.
+inline bool convertible(ggml_type from, ggml_type to) {
+    switch (to) {
+        case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I64: case GGML_TYPE_F64:
+            return from == to;
+        case GGML_TYPE_I32:
+            return from == to || from == GGML_TYPE_F32;
+        default:
+            return true;
+    }
+}
+
+// Blocks are copied as a whole only where both sides are contiguous or have the same shape.
+inline bool copyable_blocks(const ggml_tensor * a, const ggml_tensor * b) {
+    return !ggml_is_quantized(a->type) || a->type != b->type || (ggml_is_contiguous(a) && ggml_is_contiguous(b)) ||
+           (ggml_are_same_shape(a, b) && a->nb[0] == ggml_type_size(a->type) && b->nb[0] == a->nb[0]);
+}
+
+// The same for a fresh copy of `a`, in its own shape or in another one.
+inline bool copyable_blocks(const ggml_tensor * a, bool same_shape) {
+    return !ggml_is_quantized(a->type) || ggml_is_contiguous(a) ||
+           (same_shape && a->nb[0] == ggml_type_size(a->type));
+}
+
+// ggml_permute goes through 32-bit extents and strides.
+inline bool permutable(const ggml_tensor * t) {
+    for (int i = 0; i < 4; ++i) {
+        if (t->ne[i] > INT32_MAX || (t->ne[i] > 1 && t->nb[i] > INT32_MAX)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline bool not_empty(const ggml_tensor * t) {
+    return !ggml_is_empty(t);
+}
+
+// The kernels of some operations read all their sources as float.
+template <class... T> bool all_f32(const T *... t) {
+    return ((t->type == GGML_TYPE_F32) && ...);
+}
+
+template <class T> bool no_null(T * const * items, long long n) {
+    for (long long i = 0; i < n; ++i) {
+        if (!items[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// An object of this many bytes still fits into a context; ggml_new_buffer and ggml_new_graph do
+// not look whether they got one.
+inline bool room(const ggml_context * ctx, size_t bytes) {
+    const size_t header = ggml_tensor_overhead() - sizeof(ggml_tensor);
+    const size_t left = ggml_get_mem_size(ctx) - ggml_used_mem(ctx);
+    return bytes <= SIZE_MAX / 2 && GGML_PAD(bytes, GGML_MEM_ALIGN) + header <= left;
+}
+
+inline bool room_for_graphs(const ggml_context * ctx, size_t size, bool grads, size_t n = 1) {
+    return size <= INT32_MAX &&
+           n * ggml_graph_overhead_custom(size, grads) <= ggml_get_mem_size(ctx) - ggml_used_mem(ctx);
+}
+
+// The tensor was made in this context.
+inline bool made_in(const ggml_context * ctx, const ggml_tensor * t) {
+    const uintptr_t start = (uintptr_t) ggml_get_mem_buffer(ctx);
+    return (uintptr_t) t > start && (uintptr_t) t < start + ggml_used_mem(ctx);
+}
+
+// The extent of a convolution's result; 0 where there is none.
+inline int64_t conv_output(int64_t input, int64_t kernel, int stride, int padding, int dilation) {
+    const int64_t room = input + 2 * (int64_t) padding - (int64_t) dilation * (kernel - 1) - 1;
+    return stride <= 0 || room < 0 ? 0 : room / stride + 1;
+}
+
+// Of a pooling's result.
+inline double pool_output(int64_t input, int kernel, int stride, double padding) {
+    return kernel <= 0 || stride <= 0 ? 0 : (input + 2 * padding - kernel) / stride + 1;
+}
+
+// ggml_pool_2d makes an int of it.
+inline bool padding(float p) {
+    return p >= -(1 << 20) && p <= (1 << 20);
+}
+
+// The kernels of ggml_rope_*: whole pairs of a row, and sections where the mode has them.
+inline bool rope_dims(const ggml_tensor * a, int n_dims, int mode) {
+    return n_dims >= 0 && n_dims % 2 == 0 && n_dims <= a->ne[0] &&
+           (mode != GGML_ROPE_TYPE_VISION || n_dims == a->ne[0] / 2);
+}
+
+inline bool rope_sections(const int * sections, int mode) {
+    if (!(mode & GGML_ROPE_TYPE_MROPE)) {
+        return true;
+    }
+    int64_t sum = 0;
+    for (int i = 0; i < GGML_MROPE_SECTIONS; ++i) {
+        if (sections[i] < 0) {
+            return false;
+        }
+        sum += sections[i];
+    }
+    return sum > sections[3] && sum <= INT32_MAX;
+}
+
+// The kernels of ggml_pool_* step from plane to plane of a tensor with nb[2], or from row to row
+// with nb[1].
+inline bool planes(const ggml_tensor * t) {
+    const int64_t ne[4] = { t->ne[0], t->ne[1], 1, 1 };
+    const size_t nb[4] = { t->nb[0], t->nb[1], t->nb[2], t->nb[3] };
+    return ggml_is_empty(t) ||
+           (t->nb[0] == ggml_type_size(t->type) && extent(t->type, ne, nb) <= t->nb[2] &&
+            (t->ne[3] == 1 || t->nb[3] == t->nb[2] * t->ne[2]));
+}
+
+// State-space operations cut the tokens into one equal part for each sequence.
+inline bool equal_sequences(int64_t n_tokens, int64_t n_seqs) {
+    return n_seqs > 0 && n_tokens >= n_seqs && n_tokens % n_seqs == 0;
+}
+
+// A kernel would dereference the data of an unallocated tensor, or an address that is none of its
+// backend's. Reshapes and views are no kernels, IM2COL uses the shape of its first source only.
+inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
+    if (ggml_is_empty(t)) {
+        return true;
+    }
+    if (!t->data) {
+        return false;
+    }
+    if (!backend) {
+        return data_in_host_memory(t);
+    }
+    ggml_backend_buffer_t buffer = buffer_of(t);
+    if (in_meta_buffer(t) && !is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend)))) {
+        return false;
+    }
+    return ggml_backend_supports_buft(backend, buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
+}
+
+inline bool no_kernel(const ggml_tensor * t) {
+    return t->op == GGML_OP_NONE || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW ||
+           t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE || ggml_is_empty(t);
+}
+
+// All tensors that a graph's kernels touch are allocated, where `backend` (NULL: the CPU without a
+// backend) can reach them.
+inline bool allocated(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (no_kernel(node)) {
+            continue;
+        }
+        if (!can_read(node, backend)) {
+            return false;
+        }
+        for (int j = node->op == GGML_OP_IM2COL ? 1 : 0; j < GGML_MAX_SRC; ++j) {
+            const ggml_tensor * src = node->src[j];
+            if (src && !can_read(src, backend)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// The backend's device has all operations of the graph. An accelerator's list says what it does
+// better than the CPU, not what it can do.
+inline bool supported(ggml_cgraph * graph, ggml_backend_t backend) {
+    if (ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+        return true;
+    }
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!no_kernel(node) && !ggml_backend_supports_op(backend, node)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// ggml_backend_dev_buffer_from_host_ptr calls a function that not every device has.
+inline bool takes_host_pointers(ggml_backend_dev_t device) {
+    struct ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    return props.caps.buffer_from_host_ptr;
+}
+
+inline bool fits(uintptr_t start, size_t size) {
+    return size <= UINTPTR_MAX - start;
+}
+
+// The state in which every device of a meta device has the whole tensor; a function template, as a
+// release may lack the type or some of its fields.
+template <class T> auto set_segments(T & state, int) -> decltype(state.n_segments = 1, void()) {
+    state.n_segments = 1;
+}
+template <class T> void set_segments(T &, long) {}
+template <class T> auto set_repeats(T & state, int) -> decltype(state.nr[0] = 1, void()) {
+    state.nr[0] = 1;
+}
+template <class T> void set_repeats(T &, long) {}
+template <class T> T whole_tensor(decltype(T::axis) mirrored) {
+    T state{};
+    state.axis = mirrored;
+    set_segments(state, 0);
+    set_repeats(state, 0);
+    return state;
+}
+
+} // namespace check
