@@ -274,7 +274,7 @@ def test_a_pointer_to_a_struct_takes_the_struct(arena: Arena) -> None:
 
 def test_wrong_structs() -> None:
     params = ffi.new("struct ggml_init_params *")
-    with pytest.raises(TypeError, match=r"^ggml_init: params and .* mem_size were both given"):
+    with pytest.raises(TypeError, match=r"^ggml_init: .*\bboth\b"):
         capi.ggml_init(params[0], mem_size=1024)
     with pytest.raises(TypeError, match=r"^ggml_init: params"):
         capi.ggml_init(params)

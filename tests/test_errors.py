@@ -155,9 +155,13 @@ def test_no_memory_for_a_graph(arena: Arena) -> None:
     graph = arena.graph(ctx, capi.ggml_sqr(ctx, arena.tensor(HUGE >> 8)), allocate=False)
     galloc = capi.ggml_gallocr_new(capi.ggml_backend_get_default_buffer_type(arena.backend))
     arena.callback(capi.ggml_gallocr_free, galloc)
-    for call in (capi.ggml_gallocr_alloc_graph, capi.ggml_gallocr_reserve):
+    allocate, reserve = capi.ggml_gallocr_alloc_graph, capi.ggml_gallocr_reserve
+    for call in (allocate, allocate, reserve, allocate):
         with pytest.raises((GGMLError, MemoryError), match="insufficient memory"):
             call(galloc, graph)
+    small = arena.graph(ctx, capi.ggml_sqr(ctx, arena.tensor(4)), allocate=False)
+    allocate(galloc, small)
+    assert capi.ggml_backend_graph_compute(arena.backend, small) == capi.GGML_STATUS_SUCCESS
 
 
 def test_nothing_to_allocate(arena: Arena) -> None:
