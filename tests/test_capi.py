@@ -392,7 +392,7 @@ def test_arrays_of_numbers(arena: Arena, shape: Any) -> None:
         (None, ValueError, "ne must not be"),
         (ffi.NULL, ValueError, "ne must not be"),
         ([4, None], TypeError, "ne"),
-        ([4.0, 3.0], TypeError, "ne must hold integers, not floats"),
+        ([4.0, 3.0], TypeError, "ne"),
         (["4"], TypeError, "ne"),
         ("43", TypeError, "ne must be a sequence, not str"),
         (b"43", TypeError, "ne must be a sequence, not bytes"),
