@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from .. import ir
-from ..resolve import Arg, Binding, Bound, python_name, scalar_kind
+from ..resolve import Arg, Binding, Bound, is_float, python_name, scalar_kind
 from . import pytypes
 from .enums import named as named_enums
 
@@ -17,6 +17,8 @@ where none is allowed a ValueError. Pointers are opaque; contexts are not thread
 '''
 
 _IMPORTS = """
+from operator import index as _index
+
 from .. import _runtime
 from .._callbacks import Attached as _Attached
 from .._callbacks import owners as _owners
@@ -28,13 +30,17 @@ from .._runtime import array as _array
 from .._runtime import bad_argument as _bad
 from .._runtime import buffer as _buffer
 from .._runtime import failed as _failed
+from .._runtime import handle as _handle
 from .._runtime import out as _out
 from .._runtime import reference as _reference
 from .._runtime import string as _string
 from .._runtime import struct as _struct
 from .._runtime import text as _text
+from .._runtime import whole as _whole
 from . import enums, types
 
+_type = type
+_CData = type(_ffi.NULL)
 _NULL = _ffi.NULL
 _string_at = _ffi.string
 _error = _lib.ggml_cffi_error
@@ -198,10 +204,19 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
         name = arg.name
         if arg.kind == "string":
             passed[arg.c_name] = f'_string({name}, "{bound.name}", "{name}", {arg.nullable})'
+        elif arg.c_name in sizes:
+            pass  # the buffer's conversion deals with it
+        elif arg.kind == "enum" or (arg.kind == "number" and not is_float(binding.api, arg.type)):
+            # cffi would cut off what a NumPy float has behind the point
+            passed[arg.c_name] = f"{name} if _type({name}) is int else _index({name})"
         elif arg.kind == "struct_pointer":
             passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
-        elif arg.kind == "pointer" and arg.nullable:
-            passed[arg.c_name] = f"_NULL if {name} is None else {name}"
+        elif arg.kind == "pointer":
+            value = name
+            if not _opaque(binding, arg.type):
+                # cffi would make a temporary of a list, and C keep its address
+                value = f'({name} if _type({name}) is _CData else _handle({name}, "{name}"))'
+            passed[arg.c_name] = f"_NULL if {name} is None else {value}" if arg.nullable else value
         elif arg.kind == "struct":
             if arg.spread:
                 before += _spread(binding, arg)
@@ -260,7 +275,14 @@ def _spread(binding: Binding, arg: Arg) -> list[str]:
             kind, "0"
         )
         missing = f"{name} is ..." + (f" or {name} is None" if zero == "_NULL" else "")
-        values.append(f"{zero} if {missing} else {name}")
+        whole = kind == "enum" or (kind == "number" and not is_float(binding.api, field.type))
+        if whole:
+            values.append(
+                f"{zero} if {missing} else {name} if _type({name}) is int "
+                f'else _whole("{name}", {name})'
+            )
+        else:
+            values.append(f"{zero} if {missing} else {name}")
     named = ", ".join(f'"{f.name}": {python_name(f.name)}' for f in fields)
     return [
         f"if {arg.name} is None:",
@@ -268,6 +290,13 @@ def _spread(binding: Binding, arg: Arg) -> list[str]:
         "else:",
         f'    {arg.name} = _struct({arg.name}, "{arg.name}", {{{named}}})',
     ]
+
+
+def _opaque(binding: Binding, ctype: ir.Type) -> bool:
+    """Whether a pointer is to a struct that only ggml can make."""
+    resolved = binding.api.resolve(ctype)
+    struct = binding.api.struct_of(resolved.to) if isinstance(resolved, ir.Pointer) else None
+    return struct is not None and struct.fields is None
 
 
 def _is_void(binding: Binding, ctype: ir.Type) -> bool:

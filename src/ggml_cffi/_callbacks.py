@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace, TracebackType
 from typing import Any
+
+import numpy as np
 
 from ._gen.tables import KINDS
 from ._loader import ffi, lib
@@ -31,7 +34,7 @@ _table: dict[int, Registration] = {}
 #: What each native object keeps alive: its address → registrations; `release` ends it.
 owners: dict[int, list[Registration]] = {}
 #: The one registration per (function, object) of callbacks that a later call replaces.
-_replaced: dict[tuple[str, str, int], Registration] = {}
+_replaced: dict[tuple[str, int], Registration] = {}
 #: Exceptions of callbacks that ran on ggml's own threads, for whichever call waits for them.
 _foreign: list[BaseException] = []
 
@@ -72,7 +75,7 @@ class Attached:
     """The callbacks of one call: kept as long as their annotations say, dropped if it fails."""
 
     def __init__(self) -> None:
-        self._new: list[tuple[Registration, str, Any, str]] = []
+        self._new: list[tuple[Registration | None, str, Any, str]] = []
         self._result: Any = None
 
     def __enter__(self) -> Attached:
@@ -89,10 +92,10 @@ class Attached:
         slot: str | None,
     ) -> tuple[Any, Any]:
         """The C function and the userdata for a Python function (or None, or a C function)."""
-        if function is None:
-            return ffi.NULL, ffi.NULL
-        if isinstance(function, ffi.CData):
-            return function, ffi.NULL
+        if function is None or isinstance(function, ffi.CData):
+            if lifetime == "replaced":
+                self._new.append((None, lifetime, owner, f"{where}.{name}"))
+            return function or ffi.NULL, ffi.NULL
         if not callable(function):
             raise TypeError(
                 f"{where}: {name} must be a function or None, not {type(function).__name__}"
@@ -119,22 +122,32 @@ class Attached:
     ) -> None:
         for registration, lifetime, owner, where in self._new:
             if error is not None or lifetime == "call":
-                registration.drop()
+                if registration is not None:
+                    registration.drop()
             elif lifetime == "replaced":
-                key = (registration.kind, where, _address(owner))
-                with _lock:
-                    before = _replaced.pop(key, None)
-                    _replaced[key] = registration
-                if before is not None:
-                    before.drop()
-                if owner is not None:
-                    _own(owner, registration)
-            elif lifetime in ("object", "result"):
+                _replace(where, owner, registration)
+            elif registration is not None and lifetime in ("object", "result"):
                 _own(owner if lifetime == "object" else self._result, registration)
 
 
 def _address(owner: Any) -> int:
     return 0 if owner is None else int(ffi.cast("uintptr_t", owner))
+
+
+def _replace(where: str, owner: Any, registration: Registration | None) -> None:
+    """Put a callback in the place of the one that was given before, to the same object."""
+    key = (where, _address(owner))
+    with _lock:
+        before = _replaced.pop(key, None)
+        if registration is not None:
+            _replaced[key] = registration
+        if before is not None and owner is not None:
+            kept = owners.get(_address(owner), [])
+            kept[:] = [other for other in kept if other is not before]
+    if before is not None:
+        before.drop()
+    if registration is not None and owner is not None:
+        _own(owner, registration)
 
 
 def _own(owner: Any, registration: Registration) -> None:
@@ -242,11 +255,13 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
 
 def _checked(name: str, facts: Kind, result: Any) -> Any:
     if facts.returns == "bool":
-        if not isinstance(result, bool):
+        if not isinstance(result, bool | np.bool_):
             raise TypeError(f"a {name} must return a bool, not {type(result).__name__}")
-        return result
+        return bool(result)
     if facts.returns == "number":
-        return int(result)
+        number = result if isinstance(result, float) else operator.index(result)
+        ffi.new(f"{facts.c_returns} *", number)  # OverflowError here, not where cffi converts
+        return number
     return result
 
 

@@ -5,6 +5,7 @@ The fast path of a wrapper never comes here but for strings, arrays and buffers.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import warnings
@@ -28,6 +29,12 @@ _DTYPES = {
     "int": "i4", "int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8",
     "size_t": "u8", "float": "f4", "double": "f8", "ggml_fp16_t": "u2",
 }  # fmt: skip
+
+_INTEGERS = frozenset(
+    ("char", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned int",
+     "long", "unsigned long", "long long", "unsigned long long",
+     *(name for name, code in _DTYPES.items() if code[0] in "iu"))
+)  # fmt: skip
 
 #: Parameters that name a file.
 _FILES = ("fname", "filename", "path", "dir_path")
@@ -126,11 +133,20 @@ def struct(value: object, name: str, fields: Mapping[str, object] | None = None)
     return value
 
 
+def handle(value: object, name: str) -> object:
+    """A pointer as it is: cffi would take a list or bytes too, and make a temporary of them."""
+    if value is None or isinstance(value, _CData):
+        return value
+    raise TypeError(f"{name} must be a cdata pointer, not {type(value).__name__}")
+
+
 def reference(value: Any, nullable: bool) -> Any:
     """A pointer to a struct; a struct itself is taken by its address."""
     if value is None:
         return NULL if nullable else value
-    if isinstance(value, _CData) and ffi.typeof(value).kind in ("struct", "union"):
+    if not isinstance(value, _CData):
+        raise TypeError(f"a struct or a pointer to one is expected, not {type(value).__name__}")
+    if ffi.typeof(value).kind in ("struct", "union"):
         return ffi.addressof(value)
     return value
 
@@ -203,8 +219,11 @@ def _from_sequence(
                     raise ValueError(
                         f"{function}: {name}[{first}] and {name}[{index}] are the same object"
                     )
-    elif any(isinstance(item, float) for item in items) and _DTYPES.get(element, "f")[0] != "f":
-        raise TypeError(f"{name} must hold integers, not floats")
+    elif _DTYPES.get(element, "f")[0] in "iu":
+        items = [
+            item if item.__class__ is int else whole(f"{name}[{i}]", item)
+            for i, item in enumerate(items)
+        ]
     try:
         return ffi.new(f"{element}[]", items), len(items)
     except (TypeError, OverflowError):
@@ -216,12 +235,21 @@ def _from_sequence(
         raise
 
 
+def whole(name: str, value: Any) -> int:
+    """`value` as an integer, if it is one: cffi would cut off what a NumPy float has more."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: an integer is required") from None
+
+
 def _from_numpy(
     element: str, value: Any, function: str, name: str, writes: bool
 ) -> tuple[Any, int]:
     wanted = _DTYPES.get(element)
     if wanted is None:
         raise TypeError(f"{name} must be a sequence of {element}, not a NumPy array")
+    _check_content(value, name)
     dtype = np.dtype(wanted)
     if writes:
         wrong = (
@@ -270,7 +298,8 @@ def buffer(
             return value, _fitting(size, ffi.sizeof(value), function, name)
         if size is None:
             raise TypeError(f"{name} is a bare pointer: the size must be given")
-        return value, size
+        return value, whole("size", size)
+    _check_content(value, name)
     try:
         view = ffi.from_buffer("char[]", value, require_writable=writes)
     except (TypeError, BufferError) as error:
@@ -280,10 +309,25 @@ def buffer(
     return view, _fitting(size, len(view), function, name)
 
 
+def _check_content(value: Any, name: str) -> None:
+    """A buffer holds plain bytes of this machine: no Python objects, no foreign byte order."""
+    if isinstance(value, np.ndarray):
+        dtype = value.dtype
+        if dtype.hasobject or dtype.kind in "SUMm":
+            raise TypeError(f"{name} is an array of {dtype}, which is not numbers")
+        if not dtype.isnative:
+            raise TypeError(f"{name} is an array of {dtype}, of foreign byte order")
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array; its mask would be lost")
+    elif isinstance(value, memoryview) and "O" in value.format:
+        raise TypeError(f"{name} is a buffer of Python objects")
+
+
 def _fitting(size: int | None, have: int, function: str, name: str) -> int:
     """The bytes meant: all by default, never more than there are."""
     if size is None:
         return have
+    size = whole("size", size)
     if size > have:
         raise ValueError(f"{function}: {name} has {have} bytes, fewer than the {size} asked for")
     return size
@@ -321,6 +365,8 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
         if value is None or _converted(value, types[name]):
             continue
         try:  # cffi does not say which argument it was: try each by itself
+            if types[name].kind == "enum" or types[name].cname in _INTEGERS:
+                operator.index(value)
             ffi.new(ffi.getctype(types[name], "[1]"), [_by_pointer(value, types[name])])
         except (TypeError, OverflowError) as why:
             return _bad_field(function, types[name], value) or type(why)(
@@ -335,6 +381,8 @@ def _bad_field(function: str, ctype: Any, value: Any) -> Exception | None:
         return None
     for (name, field), item in zip(ctype.fields, value, strict=True):
         try:
+            if field.type.kind == "enum" or field.type.cname in _INTEGERS:
+                operator.index(item)
             ffi.new(ffi.getctype(field.type, "[1]"), [item])
         except (TypeError, OverflowError) as why:
             return type(why)(f"{function}: {name} is {item!r}: {why}")
