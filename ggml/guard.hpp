@@ -21,6 +21,7 @@
 #include <type_traits>
 #include <unordered_map>
 #include <unwind.h>
+#include <vector>
 
 namespace ggml_cffi {
 
@@ -56,6 +57,8 @@ struct thread_state {
     int         index = -1;            // which argument
     bool        raised = false;        // a callback of the present call failed
     bool        foreign = false;       // Python was entered from no guarded call
+    int         depth = 0;             // of Python functions that ggml has called
+    std::vector<const void *> entered; // callbacks, by userdata, that the computation called here
     void *      orphan = nullptr;      // a result that the failed call had already made
     uint64_t    serial = 0;            // of guarded calls
     uint64_t    log_serial = 0;        // the call that `log` belongs to
@@ -65,7 +68,12 @@ struct thread_state {
 
 inline thread_local thread_state state;
 inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
-inline std::atomic<bool> foreign_raised{false};       // a callback failed on a thread of ggml's own
+
+// Callbacks, by userdata, that failed on threads of ggml's own. The thread that computes calls each
+// callback of its graph as well, and so knows which failures are its own.
+inline std::mutex foreign_lock;
+inline std::vector<const void *> foreign_failed;
+inline std::atomic<bool> foreign_raised{false};       // there are some
 inline std::atomic<bool> user_abort{false};           // Python wants to hear of the end
 
 // ---- threads of CPU backends: an abort in a kernel can only be caught where one thread computes
@@ -115,6 +123,15 @@ inline int threads_of(ggml_backend_t backend) {
     std::lock_guard<std::mutex> hold(threads_lock);
     auto found = threads_table.find(backend);
     return found == threads_table.end() ? GGML_DEFAULT_N_THREADS : found->second;
+}
+
+// A scheduler's, of all its backends.
+inline int threads_of(ggml_backend_sched_t scheduler) {
+    int most = 1;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+        most = std::max(most, threads_of(ggml_backend_sched_get_backend(scheduler, i)));
+    }
+    return most;
 }
 
 // ---- weights that each device of a meta device holds a part of the sum of: ggml reads all of the
@@ -186,6 +203,33 @@ inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
 inline bool can_work(ggml_backend_t, ggml_cgraph *) { return true; }
 #endif
 
+// ---- what a scheduler is allocated for: given another graph, ggml computes the first one again
+
+struct scheduled {
+    const ggml_cgraph * graph;
+    int                 n_nodes;
+};
+inline std::mutex scheduled_lock;
+inline std::unordered_map<const void *, scheduled> scheduled_table;
+
+inline void note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    std::lock_guard<std::mutex> hold(scheduled_lock);
+    scheduled_table[scheduler] = { graph, ggml_graph_n_nodes(graph) };
+}
+
+inline void forget_graph(ggml_backend_sched_t scheduler) {
+    std::lock_guard<std::mutex> hold(scheduled_lock);
+    scheduled_table.erase(scheduler);
+}
+
+// The scheduler is reset, or allocated for this very graph as it is now.
+inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    std::lock_guard<std::mutex> hold(scheduled_lock);
+    auto found = scheduled_table.find(scheduler);
+    return found == scheduled_table.end() ||
+           (found->second.graph == graph && found->second.n_nodes == ggml_graph_n_nodes(graph));
+}
+
 // ---- abort
 
 struct kernel_search {
@@ -231,6 +275,20 @@ inline void on_abort(const char * message) {
     }
 }
 
+// Whether a callback of the computation that ends here has failed on another thread.
+inline bool failed_elsewhere(const thread_state & s) {
+    if (!foreign_raised) {
+        return false;
+    }
+    std::lock_guard<std::mutex> hold(foreign_lock);
+    for (const void * key : foreign_failed) {
+        if (std::find(s.entered.begin(), s.entered.end(), key) != s.entered.end()) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // ---- a guarded call
 
 template <auto F, class Traits> struct call;
@@ -243,6 +301,9 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         const bool raised_before = s.raised;
         s.raised = false;
         region here{Traits::how, 1, nullptr};
+        if constexpr (Traits::how == leave::compute) {
+            s.entered.clear();
+        }
         region * const outer = s.inside;
         jmp_buf jump;
         if constexpr (Traits::how == leave::by_jump) {
@@ -304,7 +365,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     }
 
     static bool finish(thread_state & s, bool raised_before) {
-        const bool raised = s.raised || (Traits::how == leave::compute && foreign_raised);
+        const bool raised = s.raised || (Traits::how == leave::compute && failed_elsewhere(s));
         s.raised = raised_before;
         if (raised) {
             s.kind = callback_raised;
@@ -368,23 +429,35 @@ template <uint64_t Nonnull, leave How> struct traits {
 // guarded call that led here; on a thread of ggml's own there is none, and the exception waits for
 // the computation to end (foreign_raised).
 struct python_entry {
-    region * const outer = state.inside;
-    const bool     raised_before = state.raised;
-    const bool     foreign_before = state.foreign;
-    python_entry() {
-        state.inside = nullptr;
-        state.raised = false;
-        state.foreign = outer == nullptr;
+    const void * const userdata;
+    region * const     outer = state.inside;
+    const bool         raised_before = state.raised;
+    const bool         foreign_before = state.foreign;
+    explicit python_entry(const void * key = nullptr) : userdata(key) {
+        thread_state & s = state;
+        if (key && outer && outer->how == leave::compute &&
+            std::find(s.entered.begin(), s.entered.end(), key) == s.entered.end()) {
+            s.entered.push_back(key);
+        }
+        s.inside = nullptr;
+        s.raised = false;
+        s.foreign = outer == nullptr;
+        ++s.depth;
     }
+    python_entry(const python_entry &) = delete;
     bool failed() const { return state.raised; }
     ~python_entry() {
-        if (state.raised && state.foreign) {
+        thread_state & s = state;
+        if (s.raised && s.foreign) {
+            std::lock_guard<std::mutex> hold(foreign_lock);
+            foreign_failed.push_back(userdata);
             foreign_raised = true;
-            state.raised = false;
+            s.raised = false;
         }
-        state.inside = outer;
-        state.raised = state.raised || raised_before;
-        state.foreign = foreign_before;
+        s.inside = outer;
+        s.raised = s.raised || raised_before;
+        s.foreign = foreign_before;
+        --s.depth;
     }
 };
 
@@ -428,7 +501,22 @@ static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool parti
 static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }
 static void ggml_cffi_callback_raised(void) { ggml_cffi::state.raised = true; }
 static bool ggml_cffi_foreign_thread(void) { return ggml_cffi::state.foreign; }
-static void ggml_cffi_foreign_taken(void) { ggml_cffi::foreign_raised = false; }
+
+// Whether a failure on another thread belongs to the computation that has just ended on this one;
+// it is then this thread's to raise.
+static bool ggml_cffi_take_foreign(void * userdata) {
+    using namespace ggml_cffi;
+    const auto & mine = state.entered;
+    if (std::find(mine.begin(), mine.end(), userdata) == mine.end()) {
+        return false;
+    }
+    std::lock_guard<std::mutex> hold(foreign_lock);
+    foreign_failed.erase(std::remove(foreign_failed.begin(), foreign_failed.end(), userdata), foreign_failed.end());
+    foreign_raised = !foreign_failed.empty();
+    return true;
+}
+
+static bool ggml_cffi_in_callback(void) { return ggml_cffi::state.depth > 0; }
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
 

@@ -33,12 +33,14 @@ from .._runtime import failed as _failed
 from .._runtime import handle as _handle
 from .._runtime import out as _out
 from .._runtime import reference as _reference
+from .._runtime import single as _single
 from .._runtime import string as _string
 from .._runtime import struct as _struct
 from .._runtime import text as _text
 from .._runtime import whole as _whole
 from . import enums, types
 
+_FMAX = _runtime.FLOAT_MAX
 _type = type
 _CData = type(_ffi.NULL)
 _NULL = _ffi.NULL
@@ -209,6 +211,9 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
         elif arg.kind == "enum" or (arg.kind == "number" and not is_float(binding.api, arg.type)):
             # cffi would cut off what a NumPy float has behind the point
             passed[arg.c_name] = f"{name} if _type({name}) is int else _index({name})"
+        elif arg.kind == "number" and ir.declare(binding.api.resolve(arg.type)) == "float":
+            # cffi would make infinity of what is too large
+            passed[arg.c_name] = f'{name} if -_FMAX <= {name} <= _FMAX else _single("{name}", {name})'
         elif arg.kind == "struct_pointer":
             passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
         elif arg.kind == "pointer":

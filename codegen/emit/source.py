@@ -129,13 +129,14 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
     returns = ir.declare(kind.type.returns)
     void = scalar_kind(binding.api, kind.type.returns) == "void"
     python = f"ggml_cffi_py_{kind.name}"
+    key = arguments[-1] if kind.userdata is None else arguments[kind.userdata]
     lines = [f"static {ir.declare(kind.type, name)} {{"]
     if kind.by_out:
         call = f"{python}({', '.join([*arguments, '&result'])})"
         lines += [
             f"    {returns} result = {kind.on_error};",
             "    if (ggml_cffi::closing) { return result; }",
-            "    ggml_cffi::python_entry entry;",
+            f"    ggml_cffi::python_entry entry({key});",
             f"    {call};",
             f"    if (entry.failed()) {{ result = {kind.on_error}; }}",
             "    return result;",
@@ -144,8 +145,9 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
         call = f"{python}({', '.join(arguments)})"
         fallback = "return;" if void else f"return {kind.on_error};"
         lines += [
-            f"    if (ggml_cffi::closing) {{ {fallback} }}",
-            "    ggml_cffi::python_entry entry;",
+            # after a failure in the same call nothing that follows is of use
+            f"    if (ggml_cffi::closing || ggml_cffi::state.raised) {{ {fallback} }}",
+            f"    ggml_cffi::python_entry entry({key});",
         ]
         if void:
             lines.append(f"    {call};")

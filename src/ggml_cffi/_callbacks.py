@@ -35,8 +35,8 @@ _table: dict[int, Registration] = {}
 owners: dict[int, list[Registration]] = {}
 #: The one registration per (function, object) of callbacks that a later call replaces.
 _replaced: dict[tuple[str, int], Registration] = {}
-#: Exceptions of callbacks that ran on ggml's own threads, for whichever call waits for them.
-_foreign: list[BaseException] = []
+#: Exceptions of callbacks that ran on ggml's own threads, with the callbacks' numbers.
+_foreign: list[tuple[int, BaseException]] = []
 
 
 class _Raised(threading.local):
@@ -95,6 +95,9 @@ class Attached:
         if function is None or isinstance(function, ffi.CData):
             if lifetime == "replaced":
                 self._new.append((None, lifetime, owner, f"{where}.{name}"))
+                if not function and lib.ggml_cffi_in_callback():
+                    # ggml may be about to call it again without a look: it finds nobody there
+                    return ffi.addressof(lib, KINDS[kind].trampolines[0]), ffi.NULL
             return function or ffi.NULL, ffi.NULL
         if not callable(function):
             raise TypeError(
@@ -168,14 +171,15 @@ def release(owner: Any) -> None:
 # ---- exceptions on their way out
 
 
-def raise_later(error: BaseException) -> None:
+def raise_later(error: BaseException, number: int = 0) -> None:
     """Let `error` come out of the C call that this thread is in.
 
-    On a thread of ggml's own there is none: it comes out of the next computation that ends.
+    On a thread of ggml's own there is none: it comes out of the computation that the callback with
+    this number belongs to, when that ends.
     """
     if lib.ggml_cffi_foreign_thread():
         with _lock:
-            _foreign.append(error)
+            _foreign.append((number, error))
     else:
         _raised.errors.append(error)
     lib.ggml_cffi_callback_raised()
@@ -185,9 +189,11 @@ def take_raised(function: str) -> BaseException:
     """The first exception that a callback raised during the call that has just ended."""
     pending = drop_raised()
     with _lock:
-        pending += _foreign
-        _foreign.clear()
-        lib.ggml_cffi_foreign_taken()
+        for entry in _foreign[:]:
+            number, error = entry
+            if lib.ggml_cffi_take_foreign(ffi.cast("void *", number)):
+                pending.append(error)
+        _foreign[:] = [entry for entry in _foreign if entry[1] not in pending]
     return pending[0] if pending else RuntimeError(f"{function}: a callback failed")
 
 
@@ -247,7 +253,7 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
                 return None
             return _checked(name, facts, result)
         except BaseException as error:  # it comes out of the C call
-            raise_later(error)
+            raise_later(error, registration.number)
             return default
 
     return call
@@ -259,7 +265,12 @@ def _checked(name: str, facts: Kind, result: Any) -> Any:
             raise TypeError(f"a {name} must return a bool, not {type(result).__name__}")
         return bool(result)
     if facts.returns == "number":
-        number = result if isinstance(result, float) else operator.index(result)
+        try:
+            number = result if isinstance(result, float) else operator.index(result)
+        except TypeError:
+            raise TypeError(
+                f"a {name} must return an integer, not {type(result).__name__}"
+            ) from None
         ffi.new(f"{facts.c_returns} *", number)  # OverflowError here, not where cffi converts
         return number
     return result
@@ -285,20 +296,25 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED
-        raise_later(error)
+        raise_later(error, registration.number)
+
+
+def _late(kind: object, error: BaseException, traceback: object) -> None:
+    """What a body did not catch: an interrupt that came before its first line, or after its last."""
+    raise_later(error)
 
 
 def _define() -> None:
     for name, facts in KINDS.items():
         body = _split if name == _SPLIT else _dispatcher(name, facts)
-        ffi.def_extern(name=f"ggml_cffi_py_{name}")(body)
+        ffi.def_extern(name=f"ggml_cffi_py_{name}", onerror=_late)(body)
 
 
 #: Takes ggml's log in place of the bridge to logging, while it is not None.
 log_receiver: Callable[[Any, str], object] | None = None
 
 
-@ffi.def_extern(name="ggml_cffi_py_log")  # type: ignore[untyped-decorator]
+@ffi.def_extern(name="ggml_cffi_py_log", onerror=_late)  # type: ignore[untyped-decorator]
 def _log(level: int, line: Any) -> None:
     receiver = log_receiver
     try:
@@ -315,7 +331,7 @@ def _log(level: int, line: Any) -> None:
 abort_observer: Callable[[str], object] | None = None
 
 
-@ffi.def_extern(name="ggml_cffi_py_abort")  # type: ignore[untyped-decorator]
+@ffi.def_extern(name="ggml_cffi_py_abort", onerror=_late)  # type: ignore[untyped-decorator]
 def _abort(message: Any) -> None:
     observer = abort_observer
     try:

@@ -5,6 +5,7 @@ The fast path of a wrapper never comes here but for strings, arrays and buffers.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -35,6 +36,8 @@ _INTEGERS = frozenset(
      "long", "unsigned long", "long long", "unsigned long long",
      *(name for name, code in _DTYPES.items() if code[0] in "iu"))
 )  # fmt: skip
+
+FLOAT_MAX = float(np.finfo(np.float32).max)
 
 #: Parameters that name a file.
 _FILES = ("fname", "filename", "path", "dir_path")
@@ -89,7 +92,12 @@ class Coverage(NamedTuple):
 def string(value: object, function: str, name: str, nullable: bool) -> Any:
     """`value` as a C string: str as UTF-8, bytes and paths as they are."""
     if type(value) is str:
-        data = value.encode("utf-8", "surrogateescape")
+        try:
+            data = value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{function}: {name} is {value!r}, which is no text: it has a lone surrogate"
+            ) from None
     elif value is None:
         if nullable:
             return NULL
@@ -235,6 +243,14 @@ def _from_sequence(
         raise
 
 
+def single(name: str, value: Any) -> float:
+    """`value` as a C float; a number that is too large for one is not made infinite."""
+    number = float(value)
+    if math.isfinite(number) and not -FLOAT_MAX <= number <= FLOAT_MAX:
+        raise OverflowError(f"{name} is {value!r}: too large for a C float")
+    return number
+
+
 def whole(name: str, value: Any) -> int:
     """`value` as an integer, if it is one: cffi would cut off what a NumPy float has more."""
     try:
@@ -251,6 +267,8 @@ def _from_numpy(
         raise TypeError(f"{name} must be a sequence of {element}, not a NumPy array")
     _check_content(value, name)
     dtype = np.dtype(wanted)
+    if value.ndim == 0:
+        raise TypeError(f"{name} must be a sequence, not a 0-dimensional array")
     if writes:
         wrong = (
             f"of {value.dtype}" if value.dtype != dtype
@@ -372,6 +390,10 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
             return _bad_field(function, types[name], value) or type(why)(
                 f"{function}: {name} is {value!r}: {why}"
             )
+    for name in facts.plain:
+        kind = types[name].kind
+        if values[facts.visible.index(name)] is None and kind in ("primitive", "enum"):
+            return TypeError(f"{function}: {name} is None: a number is required")
     return type(error)(f"{function}: {error}")
 
 
@@ -398,7 +420,9 @@ def _converted(value: object, ctype: Any) -> bool:
 
 def _by_pointer(value: object, ctype: Any) -> object:
     """A struct where C takes a pointer to one."""
-    return reference(value, False) if ctype.kind == "pointer" else value
+    if ctype.kind != "pointer" or ctype.cname == "struct ggml_tensor *":
+        return value
+    return reference(value, False) if isinstance(value, _CData) else value
 
 
 def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -48,7 +49,11 @@ class Buffer(Owned[types.ggml_backend_buffer]):
         capi.ggml_backend_buffer_set_usage(self.handle, usage)
 
     def clear(self, value: int = 0) -> None:
-        """Set every byte to `value`. Raises ValueError for what is no byte."""
+        """Set every byte to `value`. Raises ValueError for what is no byte, TypeError for no int."""
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"value is {value!r}, expected an int from 0 to 255") from None
         if not 0 <= value <= 255:
             raise ValueError(f"value is {value}, expected 0 to 255")
         capi.ggml_backend_buffer_clear(self.handle, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,8 @@ class Backend(Owned[types.ggml_backend]):
     """
 
     def __init__(self, device: Device, n_threads: int | None = None) -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"device is {device!r} ({type(device).__name__}), expected a Device")
         count = usable_cores() if n_threads is None else _thread_count(n_threads)
         handle = capi.ggml_backend_dev_init(device.handle, None)
         super().__init__(handle, capi.ggml_backend_free, (device,))
@@ -163,9 +166,13 @@ def usable_cores() -> int:
 
 
 def _thread_count(n_threads: object) -> int:
-    if isinstance(n_threads, bool) or not isinstance(n_threads, int):
+    try:
+        if isinstance(n_threads, bool):
+            raise TypeError
+        count = operator.index(n_threads)  # type: ignore[arg-type] # it is asked what it is
+    except TypeError:
         kind = type(n_threads).__name__
-        raise TypeError(f"n_threads is {n_threads!r} ({kind}), expected an int")
-    if not 1 <= n_threads <= MAX_THREADS:
+        raise TypeError(f"n_threads is {n_threads!r} ({kind}), expected an int") from None
+    if not 1 <= count <= MAX_THREADS:
         raise ValueError(f"n_threads is {n_threads}, expected 1 to {MAX_THREADS}")
-    return n_threads
+    return count
