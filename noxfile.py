@@ -38,7 +38,15 @@ nox.options.sessions = [
 ROOT = Path(__file__).resolve().parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # What a wheel is made from; pin.toml in ggml/ names the ggml, or these variables do.
-SOURCES = ("codegen", "ggml", "src", "build_ffi.py", "setup.py", "pyproject.toml", "README.md")
+SOURCES = (
+    "codegen",
+    "ggml",
+    "src/ggml_cffi",
+    "build_ffi.py",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+)
 SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLAGS")
 MADE = {"__pycache__", "_gen", "_libs"}
 
