@@ -1,8 +1,13 @@
 // Predicates that the annotations' `require` expressions use: what must hold before a call because
 // ggml itself neither checks it nor aborts over it.
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <unordered_set>
+#include <vector>
 
 // Predicates over arguments. They never abort, write nothing, and take pointers that are not NULL
 // unless they say otherwise.
@@ -144,8 +149,33 @@ inline bool has_dot_product(const ggml_tensor * t) {
     }
 }
 
+// Rows of this type can be converted to float at all.
+inline bool has_to_float(ggml_type type) {
+    return !ggml_is_quantized(type) || ggml_get_type_traits(type)->to_float;
+}
+
+// The CPU converts rows of float to this type. The IQ types need to be prepared for it first, which
+// no kernel does.
+inline bool has_from_float(ggml_type type) {
+#ifdef GGML_CFFI_LINKS_GGML_CPU
+    return ggml_get_type_traits_cpu(type)->from_float;
+#else
+    switch (type) {
+        case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I64: case GGML_TYPE_F64:
+        case GGML_TYPE_IQ2_XXS: case GGML_TYPE_IQ2_XS: case GGML_TYPE_IQ2_S: case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ3_S: case GGML_TYPE_IQ1_S: case GGML_TYPE_IQ1_M:
+            return false;
+        default:
+            return true;
+    }
+#endif
+}
+
 // Only float becomes integers.
 inline bool convertible(ggml_type from, ggml_type to) {
+    if (from != to && !has_to_float(from)) {
+        return false;
+    }
     switch (to) {
         case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I64: case GGML_TYPE_F64:
             return from == to;
@@ -166,6 +196,11 @@ inline bool copyable_blocks(const ggml_tensor * a, const ggml_tensor * b) {
 inline bool copyable_blocks(const ggml_tensor * a, bool same_shape) {
     return !ggml_is_quantized(a->type) || ggml_is_contiguous(a) ||
            (same_shape && a->nb[0] == ggml_type_size(a->type));
+}
+
+// Blocks lie along the first axis: with another one there, not even the number of bytes is right.
+inline bool first_axis_can_move(const ggml_tensor * t) {
+    return ggml_blck_size(t->type) == 1;
 }
 
 // ggml_permute goes through 32-bit extents and strides.
@@ -233,7 +268,7 @@ inline bool padding(float p) {
 
 // The kernels of ggml_rope_*: whole pairs of a row, and sections where the mode has them.
 inline bool rope_dims(const ggml_tensor * a, int n_dims, int mode) {
-    return n_dims >= 0 && n_dims % 2 == 0 && n_dims <= a->ne[0] &&
+    return n_dims >= 0 && n_dims % 2 == 0 && n_dims <= a->ne[0] && a->ne[0] % 2 == 0 &&
            (mode != GGML_ROPE_TYPE_VISION || n_dims == a->ne[0] / 2);
 }
 
@@ -353,6 +388,537 @@ template <class T> T whole_tensor(decltype(T::axis) mirrored) {
     set_segments(state, 0);
     set_repeats(state, 0);
     return state;
+}
+
+// ---- what the kernels of the CPU backend take for granted. Other backends may do what it cannot:
+// so this is asked where a graph is computed, not where it is built. ggml_backend_supports_op says
+// little of it.
+
+// What a predicate that looks at a whole graph found; the guard adds it to the expression's text.
+inline thread_local std::string why;
+
+inline std::string named(const ggml_tensor * t) {
+    return std::string(ggml_op_desc(t)) + (t->name[0] ? std::string(" '") + t->name + "'" : "");
+}
+
+inline std::string described(const ggml_tensor * t) {
+    std::string text = std::string(ggml_type_name(t->type)) + "[";
+    for (int i = 0; i < 4; ++i) {
+        text += (i ? "," : "") + std::to_string(t->ne[i]);
+    }
+    return text + (ggml_is_contiguous(t) ? "]" : "] with gaps or permuted");
+}
+
+// Blocks are whole and lie along the first axis.
+inline bool whole_blocks(const ggml_tensor * t) {
+    const int64_t block = ggml_blck_size(t->type);
+    return block == 1 || (t->nb[0] == ggml_type_size(t->type) && t->ne[0] % block == 0);
+}
+
+// The elements of a row follow one another.
+inline bool dense_row(const ggml_tensor * t) {
+    return t->ne[0] == 1 || t->nb[0] == ggml_type_size(t->type);
+}
+
+// And the rows of a plane.
+inline bool dense_plane(const ggml_tensor * t) {
+    return dense_row(t) && (t->ne[1] == 1 || t->nb[1] == ggml_row_size(t->type, t->ne[0]));
+}
+
+// Row i begins at i * nb[1], through all planes. A tensor that ggml calls contiguous need not be
+// like that, if it has one row in a plane.
+inline bool even_rows(const ggml_tensor * t) {
+    size_t step = t->nb[1] * t->ne[1];
+    for (int i = 2; i < 4; ++i) {
+        if (t->ne[i] != 1 && t->nb[i] != step) {
+            return false;
+        }
+        step *= t->ne[i];
+    }
+    return dense_row(t);
+}
+
+// Strides are those of a new tensor, also of axes of one element.
+inline bool plain_strides(const ggml_tensor * t) {
+    return t->nb[0] == ggml_type_size(t->type) && t->nb[1] == ggml_row_size(t->type, t->ne[0]) &&
+           t->nb[2] == t->nb[1] * t->ne[1] && t->nb[3] == t->nb[2] * t->ne[2];
+}
+
+inline bool same_strides(const ggml_tensor * a, const ggml_tensor * b) {
+    for (int i = 0; i < 4; ++i) {
+        if (a->ne[i] != 1 && a->nb[i] != b->nb[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline bool is_f32(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F32;
+}
+
+inline bool is_f32_or_f16(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16;
+}
+
+// A convolution in which channels lie closest together; `channels`: the axis that they are on.
+inline bool channels_first(const ggml_tensor * t, int channels) {
+    const size_t element = ggml_type_size(t->type);
+    const size_t pixel = element * t->ne[channels];
+    return (t->ne[channels] == 1 || t->nb[channels] == element) && (t->ne[0] == 1 || t->nb[0] == pixel) &&
+           (t->ne[1] == 1 || t->nb[1] == pixel * t->ne[0]) &&
+           (channels == 3 || t->ne[3] == 1 || t->nb[3] == pixel * t->ne[0] * t->ne[1]);
+}
+
+// `n` floats from the beginning of `t` on can be read, although the tensor may have fewer: partial
+// rotations read, and do not use, a factor for every pair of a row.
+inline bool reads_floats(const ggml_tensor * t, int64_t n) {
+    if (t->ne[0] >= n || !real_host_buffer(t) || !t->data) {
+        return true;
+    }
+    ggml_backend_buffer_t buffer = buffer_of(t);
+    const char * end = (const char *) ggml_backend_buffer_get_base(buffer) + ggml_backend_buffer_get_size(buffer);
+    return n <= (end - (const char *) t->data) / (int64_t) sizeof(float);
+}
+
+// As the kernel computes where its last element comes from.
+inline bool scales_inside(int64_t out, int64_t in, float scale) {
+    return (int64_t) ((out - 1) / scale) < in;
+}
+
+// Floats that one step of RWKV_WKV7 reads and writes, without a remainder.
+inline int64_t vector_step() {
+#ifdef GGML_CFFI_LINKS_GGML_CPU
+    if (ggml_cpu_has_sve() || ggml_cpu_has_riscv_v()) {
+        return 1;
+    }
+    return ggml_cpu_has_avx512() ? 64 : ggml_cpu_has_neon() || ggml_cpu_has_wasm_simd() ? 16 : 32;
+#elif defined(__x86_64__)
+    return 64;
+#else
+    return 32;
+#endif
+}
+
+inline bool copies(const ggml_tensor * from, const ggml_tensor * to) {
+    if (from->type == to->type) {
+        return copyable_blocks(from, to);
+    }
+    return has_to_float(from->type) && // what is quantised goes through a buffer as long as a row of the result
+           (!ggml_is_quantized(to->type) ||
+            (from->ne[0] <= to->ne[0] && from->ne[0] % ggml_blck_size(to->type) == 0));
+}
+
+inline bool adds_one(const ggml_tensor * a, const ggml_tensor * one) {
+    if (ggml_is_quantized(a->type)) {
+        return is_f32(one) && has_to_float(a->type) && has_from_float(a->type) && a->ne[3] == 1;
+    }
+    return is_f32(one) || (one->type == a->type && (a->type == GGML_TYPE_F16 || a->type == GGML_TYPE_BF16));
+}
+
+inline bool convolves_depthwise(const ggml_tensor * result, const ggml_tensor * kernel, const ggml_tensor * data) {
+    if (!is_f32(data) || !is_f32(result)) {
+        return false;
+    }
+    return ggml_is_contiguous(data) ? ggml_is_contiguous(kernel) && ggml_is_contiguous(result)
+                                    : channels_first(data, 2) && channels_first(kernel, 3);
+}
+
+inline bool scales_up(const ggml_tensor * result, const ggml_tensor * a) {
+    const int64_t mode = result->op_params[0];
+    float         scale[4];
+    for (int i = 0; i < 4; ++i) {
+        scale[i] = (float) result->ne[i] / a->ne[i];
+        if (i < 2 && mode >> 8 & 1 && result->ne[i] > 1 && a->ne[i] > 1) { // corners are aligned
+            scale[i] = (float) (result->ne[i] - 1) / (a->ne[i] - 1);
+        }
+    }
+    for (int i = (mode & 0xFF) == GGML_SCALE_MODE_NEAREST ? 0 : 2; i < 4; ++i) {
+        if (!scales_inside(result->ne[i], a->ne[i], scale[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// What a kernel needs besides what it asserts itself; `s` are the node's sources, `sources` of which
+// are not NULL.
+struct kernel {
+    const char * op; // by name: a release may lack some
+    int          sources;
+    bool (*takes)(const ggml_tensor * n, ggml_tensor * const * s);
+};
+
+#define GGML_CFFI_KERNEL(op, sources, condition)                                                   \
+    { op, sources, [](const ggml_tensor * n, ggml_tensor * const * s) -> bool {                    \
+         (void) n, (void) s;                                                                       \
+         return condition;                                                                         \
+     } }
+
+inline const kernel kernels[] = {
+    GGML_CFFI_KERNEL("DUP", 1, copies(s[0], n)),
+    GGML_CFFI_KERNEL("CPY", 1, copies(s[0], n)),
+    GGML_CFFI_KERNEL("CONT", 1, copies(s[0], n)),
+    GGML_CFFI_KERNEL("ADD", 2, !ggml_is_quantized(s[0]->type) || (has_to_float(s[0]->type) && has_from_float(n->type))),
+    GGML_CFFI_KERNEL("ADD1", 2, adds_one(s[0], s[1])),
+    GGML_CFFI_KERNEL("SET", 2, s[1]->type == n->type),
+    GGML_CFFI_KERNEL("SUM", 1, dense_row(s[0])),
+    GGML_CFFI_KERNEL("MEAN", 1, dense_row(s[0])),
+    GGML_CFFI_KERNEL("ARGMAX", 1, dense_row(s[0])),
+    // it counts rows through with the wrong extents
+    GGML_CFFI_KERNEL("COUNT_EQUAL", 1, s[0]->ne[3] == 1 && (s[0]->ne[2] == 1 || s[0]->ne[2] == s[0]->ne[1])),
+    GGML_CFFI_KERNEL("LEAKY_RELU", 1, even_rows(s[0])),
+    GGML_CFFI_KERNEL("SILU_BACK", 2, s[0]->type == s[1]->type && even_rows(s[0]) && even_rows(s[1])),
+    GGML_CFFI_KERNEL("GLU", 1, even_rows(s[0]) && (!s[1] || even_rows(s[1]))),
+    GGML_CFFI_KERNEL("RMS_NORM_BACK", 2, is_f32(s[1])),
+    GGML_CFFI_KERNEL("MUL_MAT", 2, // with a hint that the matrix is a Hadamard matrix it is not looked at
+                     n->op_params[1] != 1 || (dense_row(s[1]) && n->ne[0] == s[1]->ne[0])),
+    GGML_CFFI_KERNEL("OUT_PROD", 2, is_f32(s[1])),
+    GGML_CFFI_KERNEL("SCALE", 1, even_rows(s[0]) && even_rows(n)),
+    GGML_CFFI_KERNEL("GET_ROWS", 1, dense_row(s[0]) && has_to_float(s[0]->type)),
+    GGML_CFFI_KERNEL("GET_ROWS_BACK", 2, dense_row(s[1]) && s[0]->ne[1] >= ggml_nelements(s[1])),
+    GGML_CFFI_KERNEL("SET_ROWS", 1, has_from_float(n->type)),
+    GGML_CFFI_KERNEL("DIAG_MASK_INF", 1, n->ne[3] == 1 || n->nb[3] == n->nb[2] * n->ne[2]),
+    GGML_CFFI_KERNEL("DIAG_MASK_ZERO", 1, n->ne[3] == 1 || n->nb[3] == n->nb[2] * n->ne[2]),
+    GGML_CFFI_KERNEL("SOFT_MAX", 1, !s[2] || dense_row(s[2])),
+    GGML_CFFI_KERNEL("SOFT_MAX_BACK", 2, all_f32(s[0], s[1]) && even_rows(s[0]) && even_rows(s[1])),
+    GGML_CFFI_KERNEL("CLAMP", 1, even_rows(s[0])),
+    GGML_CFFI_KERNEL("ROPE", 2, n->ne[0] % 2 == 0 && dense_row(s[1]) &&
+                                (!s[2] || (dense_row(s[2]) && reads_floats(s[2], n->ne[0] / 2)))),
+    GGML_CFFI_KERNEL("ROPE_BACK", 2, n->ne[0] % 2 == 0 && dense_row(s[1]) &&
+                                     (!s[2] || (dense_row(s[2]) && reads_floats(s[2], n->ne[0] / 2)))),
+    GGML_CFFI_KERNEL("IM2COL", 2, (n->op_params[6] == 1 ? dense_plane(s[1]) : dense_row(s[1])) && permutable(s[1])),
+    GGML_CFFI_KERNEL("CONV_2D", 2, is_f32(s[1]) && is_f32(n)),
+    GGML_CFFI_KERNEL("CONV_3D", 2, is_f32(s[1])),
+    GGML_CFFI_KERNEL("CONV_2D_DW", 2, convolves_depthwise(n, s[0], s[1])),
+    GGML_CFFI_KERNEL("CONV_TRANSPOSE_2D", 2, dense_plane(s[0]) && s[1]->ne[3] == 1),
+    GGML_CFFI_KERNEL("POOL_1D", 1, is_f32_or_f16(s[0]) && even_rows(s[0])),
+    GGML_CFFI_KERNEL("POOL_2D", 1, is_f32_or_f16(s[0]) && planes(s[0])),
+    GGML_CFFI_KERNEL("POOL_2D_BACK", 2, all_f32(s[0], s[1]) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(s[1]) &&
+                                        ggml_are_same_shape(s[1], n)),
+    GGML_CFFI_KERNEL("UPSCALE", 1, scales_up(n, s[0])),
+    GGML_CFFI_KERNEL("ARGSORT", 1, even_rows(s[0])),
+    GGML_CFFI_KERNEL("TOP_K", 1, even_rows(s[0])),
+    GGML_CFFI_KERNEL("FLASH_ATTN_EXT", 3, !s[4] || dense_row(s[4])),
+    GGML_CFFI_KERNEL("SSM_CONV", 2, is_f32(s[1]) && ggml_is_contiguous(s[1])),
+    GGML_CFFI_KERNEL("SSM_SCAN", 6, all_f32(s[0], s[1], s[2], s[3], s[4], s[5]) && plain_strides(s[0])),
+    GGML_CFFI_KERNEL("WIN_PART", 1, ggml_is_contiguous(s[0])),
+    GGML_CFFI_KERNEL("WIN_UNPART", 1, ggml_is_contiguous(s[0])),
+    GGML_CFFI_KERNEL("GET_REL_POS", 1, s[0]->type == n->type && ggml_is_contiguous(s[0])),
+    GGML_CFFI_KERNEL("RWKV_WKV7", 3, s[2]->ne[0] % vector_step() == 0),
+    GGML_CFFI_KERNEL("CROSS_ENTROPY_LOSS", 2, even_rows(s[0]) && even_rows(s[1])),
+    GGML_CFFI_KERNEL("CROSS_ENTROPY_LOSS_BACK", 3, all_f32(s[1], s[2]) && even_rows(s[1]) && even_rows(s[2])),
+    GGML_CFFI_KERNEL("OPT_STEP_ADAMW", 5, same_strides(s[0], s[1]) && same_strides(s[0], s[2]) &&
+                                          same_strides(s[0], s[3]) && ggml_is_contiguous(s[4])),
+    GGML_CFFI_KERNEL("OPT_STEP_SGD", 3, same_strides(s[0], s[1]) && ggml_is_contiguous(s[2])),
+};
+
+#undef GGML_CFFI_KERNEL
+
+inline const kernel * kernel_of(ggml_op op) {
+    static const std::array<const kernel *, GGML_OP_COUNT> table = [] {
+        std::array<const kernel *, GGML_OP_COUNT> found{};
+        for (int i = 0; i < GGML_OP_COUNT; ++i) {
+            for (const kernel & k : kernels) {
+                if (std::strcmp(ggml_op_name((ggml_op) i), k.op) == 0) {
+                    found[i] = &k;
+                }
+            }
+        }
+        return found;
+    }();
+    return (int) op >= 0 && (int) op < GGML_OP_COUNT ? table[op] : nullptr;
+}
+
+inline bool cpu_takes(const ggml_tensor * node) {
+    if (!whole_blocks(node)) {
+        return false;
+    }
+    for (const ggml_tensor * src : node->src) {
+        if (src && !whole_blocks(src)) {
+            return false;
+        }
+    }
+    const kernel * k = kernel_of(node->op);
+    for (int i = 0; k && i < k->sources; ++i) {
+        if (!node->src[i]) {
+            return true; // another release's: nothing is known about it
+        }
+    }
+    return !k || k->takes(node, node->src);
+}
+
+// Newer releases mark the nodes that are computed, older ones compute all.
+inline bool marks_nodes(ggml_cgraph * graph) {
+    const int computed = 16; // GGML_TENSOR_FLAG_COMPUTE, which a release may lack
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        if (ggml_graph_node(graph, i)->flags & computed) {
+            return true;
+        }
+    }
+    return false;
+}
+
+inline std::vector<const ggml_tensor *> computed_nodes(ggml_cgraph * graph) {
+    const bool marked = marks_nodes(graph);
+    std::vector<const ggml_tensor *> nodes;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!no_kernel(node) && (!marked || node->flags & 16)) {
+            nodes.push_back(node);
+        }
+    }
+    return nodes;
+}
+
+// What is computed for a tensor, where there is no graph yet.
+inline std::vector<const ggml_tensor *> computed_nodes(const ggml_tensor * result) {
+    std::unordered_set<const ggml_tensor *> seen;
+    std::vector<const ggml_tensor *> nodes, left{ result };
+    while (!left.empty()) {
+        const ggml_tensor * t = left.back();
+        left.pop_back();
+        if (!t || !seen.insert(t).second) {
+            continue;
+        }
+        if (!no_kernel(t)) {
+            nodes.push_back(t);
+        }
+        left.insert(left.end(), std::begin(t->src), std::end(t->src));
+    }
+    return nodes;
+}
+
+inline bool no_kernel_for(const ggml_tensor * node) {
+    why = named(node);
+    const char * separator = " of ";
+    for (const ggml_tensor * src : node->src) {
+        if (src) {
+            why += separator + described(src);
+            separator = ", ";
+        }
+    }
+    return false;
+}
+
+// This backend (NULL: the CPU without one) runs kernels of the CPU, or drives one that does.
+inline bool on_cpu(ggml_backend_t backend) {
+    if (!backend) {
+        return true;
+    }
+#ifdef GGML_CFFI_HAS_META
+    if (ggml_backend_is_meta(backend)) {
+        for (size_t i = 0; i < ggml_backend_meta_n_backends(backend); ++i) {
+            if (on_cpu(ggml_backend_meta_simple_backend(backend, i))) {
+                return true;
+            }
+        }
+        return false;
+    }
+#endif
+    return ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+// The kernels of the CPU read and write no more than the tensors of this graph, if it is them.
+inline bool cpu_can(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
+    if (on_cpu(backend)) {
+        for (const ggml_tensor * node : computed_nodes(graph)) {
+            if (!cpu_takes(node)) {
+                return no_kernel_for(node);
+            }
+        }
+    }
+    return true;
+}
+
+// A scheduler keeps an operation where its result or its weights are, or where the user wants it.
+inline bool tied_to_cpu(ggml_backend_sched_t sched, const ggml_tensor * node) {
+    ggml_backend_t chosen = ggml_backend_sched_get_tensor_backend(sched, (ggml_tensor *) node);
+    if (real_host_buffer(node) || (chosen && on_cpu(chosen))) {
+        return true;
+    }
+    for (const ggml_tensor * src : node->src) {
+        if (src && real_host_buffer(src) &&
+            ggml_backend_buffer_get_usage(buffer_of(src)) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+            return true;
+        }
+    }
+    return false;
+}
+
+template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
+    for (const ggml_tensor * node : computed_nodes(graph)) {
+        if (cpu_takes(node)) {
+            continue;
+        }
+        bool other = false;
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+            ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+            other = other || (!on_cpu(backend) && ggml_backend_supports_op(backend, node));
+        }
+        if (!other || tied_to_cpu(sched, node)) {
+            return no_kernel_for(node);
+        }
+    }
+    return true;
+}
+
+// Where the scheduler that will compute is not known: some device can, or the CPU.
+inline bool some_device_can(ggml_cgraph * graph) {
+    for (const ggml_tensor * node : computed_nodes(graph)) {
+        bool can = cpu_takes(node);
+        for (size_t i = 0; !can && i < ggml_backend_dev_count(); ++i) {
+            ggml_backend_dev_t device = ggml_backend_dev_get(i);
+            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU && ggml_backend_dev_supports_op(device, node);
+        }
+        if (!can) {
+            return no_kernel_for(node);
+        }
+    }
+    return true;
+}
+
+// Every tensor that is in a buffer can be read by one of the scheduler's backends.
+inline bool reachable(ggml_backend_sched_t sched, ggml_cgraph * graph) {
+    auto read = [sched](const ggml_tensor * t) {
+        if (!t || !t->data || !buffer_of(t)) {
+            return true;
+        }
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+            if (can_read(t, ggml_backend_sched_get_backend(sched, i))) {
+                return true;
+            }
+        }
+        return false;
+    };
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!read(node) || !std::all_of(std::begin(node->src), std::end(node->src), read)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The tensors of a graph can be copied to a backend; those of a meta device cannot.
+inline bool can_copy_to(ggml_backend_t backend, ggml_cgraph * graph) {
+    const bool to_meta = is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend)));
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (in_meta_buffer(node) || (to_meta && !real_host_buffer(node))) {
+            return false;
+        }
+        for (const ggml_tensor * src : node->src) {
+            if (src && (in_meta_buffer(src) || (to_meta && !real_host_buffer(src)))) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// ---- indices
+
+// The tensor of indices that a node reads, and what they have to be below.
+struct index_use {
+    const ggml_tensor * node;
+    const ggml_tensor * ids;
+    int64_t             limit;
+};
+
+inline index_use index_use_of(const ggml_tensor * node) {
+    ggml_tensor * const * s = node->src;
+    switch (node->op) {
+        case GGML_OP_GET_ROWS:      return { node, s[1], s[0] ? s[0]->ne[1] : 0 };
+        case GGML_OP_GET_ROWS_BACK: return { node, s[1], node->ne[1] };
+        case GGML_OP_SET_ROWS:      return { node, s[1], node->ne[1] };
+        case GGML_OP_MUL_MAT_ID:    return { node, s[2], s[0] ? s[0]->ne[2] : 0 };
+        case GGML_OP_ADD_ID:        return { node, s[2], s[1] ? s[1]->ne[1] : 0 };
+        case GGML_OP_SSM_SCAN:      return { node, s[6], s[0] ? s[0]->ne[3] : 0 };
+        default:                    return { node, nullptr, 0 };
+    }
+}
+
+inline bool is_view(const ggml_tensor * t) {
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+template <class T> bool indices_below(const index_use & use, const char * data) {
+    const ggml_tensor * t = use.ids;
+    for (int64_t i3 = 0; i3 < t->ne[3]; ++i3) {
+        for (int64_t i2 = 0; i2 < t->ne[2]; ++i2) {
+            for (int64_t i1 = 0; i1 < t->ne[1]; ++i1) {
+                const char * row = data + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+                for (int64_t i0 = 0; i0 < t->ne[0]; ++i0) {
+                    T index;
+                    std::memcpy(&index, row + i0 * t->nb[0], sizeof index);
+                    if (!in_range(index, use.limit)) {
+                        why = "index " + std::to_string(index) + (t->name[0] ? std::string(" in '") + t->name + "'" : "") +
+                              ", of " + named(use.node) + ", is not in 0 ... " + std::to_string(use.limit - 1);
+                        return false;
+                    }
+                }
+            }
+        }
+    }
+    return true;
+}
+
+// All indices of a graph that are there before it is computed, and that the CPU can read, are in
+// range. What the graph itself computes is not known yet; a scheduler's copies are old.
+// `wanted`: an index tensor without memory has no values either, and none will come.
+inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool wanted = false) {
+    std::vector<index_use> uses;
+    for (const ggml_tensor * node : computed_nodes(graph)) {
+        const index_use use = index_use_of(node);
+        if (use.ids && !ggml_is_empty(use.ids) && (use.ids->op == GGML_OP_NONE || is_view(use.ids)) &&
+            (use.ids->type == GGML_TYPE_I32 || use.ids->type == GGML_TYPE_I64)) {
+            uses.push_back(use);
+        }
+    }
+    if (uses.empty()) {
+        return true;
+    }
+    std::unordered_set<const ggml_tensor *> written;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (node->view_src && !is_view(node)) {
+            written.insert(node->view_src);
+        }
+    }
+    index_use last{};
+    for (const index_use & use : uses) {
+        const ggml_tensor * root = use.ids->view_src ? use.ids->view_src : use.ids;
+        if ((use.ids == last.ids && use.limit == last.limit) || root->op != GGML_OP_NONE || written.count(root) ||
+            std::strchr(root->name, '#')) {
+            continue;
+        }
+        last = use;
+        std::vector<char> copy;
+        const char * data = (const char *) use.ids->data;
+        if (!root->data) {
+            if (wanted) {
+                why = named(use.node) + " needs indices, and the tensor of them has not been allocated";
+                return false;
+            }
+            continue;
+        }
+        if (in_meta_buffer(root) && backend && on_cpu(backend) && ggml_is_contiguous(root)) {
+            copy.resize(ggml_nbytes(root));
+            ggml_backend_tensor_get(root, copy.data(), 0, copy.size());
+            data = copy.data() + use.ids->view_offs;
+        } else if (!data || !data_in_host_memory(root)) {
+            continue;
+        }
+        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline bool indices(ggml_backend_sched_t, ggml_cgraph * graph) {
+    return indices(graph, nullptr, true);
 }
 
 } // namespace check

@@ -218,9 +218,8 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
         elif arg.kind == "pointer":
             value = name
-            if not _opaque(binding, arg.type):
-                # cffi would make a temporary of a list, and C keep its address
-                value = f'({name} if _type({name}) is _CData else _handle({name}, "{name}"))'
+            if _is_void(binding, arg.type):  # cffi would take bytes by their address
+                value = f'({name} if _type({name}) is _CData else _handle({name}))'
             passed[arg.c_name] = f"_NULL if {name} is None else {value}" if arg.nullable else value
         elif arg.kind == "struct":
             if arg.spread:
@@ -295,13 +294,6 @@ def _spread(binding: Binding, arg: Arg) -> list[str]:
         "else:",
         f'    {arg.name} = _struct({arg.name}, "{arg.name}", {{{named}}})',
     ]
-
-
-def _opaque(binding: Binding, ctype: ir.Type) -> bool:
-    """Whether a pointer is to a struct that only ggml can make."""
-    resolved = binding.api.resolve(ctype)
-    struct = binding.api.struct_of(resolved.to) if isinstance(resolved, ir.Pointer) else None
-    return struct is not None and struct.fields is None
 
 
 def _is_void(binding: Binding, ctype: ir.Type) -> bool:

@@ -12,6 +12,17 @@ _HOW = {
     "nothrow": "ggml_cffi::leave::by_jump",
 }
 
+#: Where a pointer is wanted and a list is given, cffi makes a C array that is gone after the call;
+#: ggml would keep its address. cffi's text after this one calls the function under its new name.
+_NO_TEMPORARIES = """\
+static int ggml_cffi_no_temporary(struct _cffi_ctypedescr *, PyObject * value, char **, Py_ssize_t,
+                                  struct _cffi_freeme_s **) {
+    (void) _cffi_convert_array_argument;
+    PyErr_Format(PyExc_TypeError, "must be a cdata pointer, not %R", (PyObject *) Py_TYPE(value));
+    return -1;
+}
+#define _cffi_convert_array_argument ggml_cffi_no_temporary"""
+
 
 def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> str:
     """The text for ``ffi.set_source``. `supplement`: further declarations; `guard`: C++ of ggml/."""
@@ -30,6 +41,7 @@ def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> s
     parts += [_own_traits(b) for b in binding.bound if _needs_own_traits(b)]
     parts.append("// from here on a bound function's name means the guarded call")
     parts += [_macro(b) for b in binding.bound]
+    parts.append(_NO_TEMPORARIES)
     return "\n".join(parts) + "\n"
 
 

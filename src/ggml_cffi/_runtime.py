@@ -141,11 +141,11 @@ def struct(value: object, name: str, fields: Mapping[str, object] | None = None)
     return value
 
 
-def handle(value: object, name: str) -> object:
-    """A pointer as it is: cffi would take a list or bytes too, and make a temporary of them."""
+def handle(value: object) -> object:
+    """A pointer as it is: for ``void *`` cffi would take bytes too, by their address."""
     if value is None or isinstance(value, _CData):
         return value
-    raise TypeError(f"{name} must be a cdata pointer, not {type(value).__name__}")
+    raise TypeError("must be a cdata pointer")
 
 
 def reference(value: Any, nullable: bool) -> Any:
@@ -385,6 +385,8 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
         try:  # cffi does not say which argument it was: try each by itself
             if types[name].kind == "enum" or types[name].cname in _INTEGERS:
                 operator.index(value)
+            elif types[name].kind == "pointer":
+                handle(value)
             ffi.new(ffi.getctype(types[name], "[1]"), [_by_pointer(value, types[name])])
         except (TypeError, OverflowError) as why:
             return _bad_field(function, types[name], value) or type(why)(

@@ -27,11 +27,13 @@ _pending = _Pending()
 def receive(level: int, text: str) -> None:
     """Take a piece of ggml's log; a record is made at each end of line.
 
-    Pieces of level CONT go on with the line begun before; any other level begins a new one.
+    Pieces of level CONT go on with the line begun before, and so do those of its own level, as the
+    scheduler writes them; another level begins a new line.
     """
-    if level != _CONTINUE:
+    wanted = _pending.level if level == _CONTINUE else _LEVELS.get(level, logging.INFO)
+    if wanted != _pending.level:
         flush()
-        _pending.level = _LEVELS.get(level, logging.INFO)
+        _pending.level = wanted
     _pending.text += text
     while "\n" in _pending.text:
         line, _pending.text = _pending.text.split("\n", 1)
