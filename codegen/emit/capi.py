@@ -213,13 +213,15 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"{name} if _type({name}) is int else _index({name})"
         elif arg.kind == "number" and ir.declare(binding.api.resolve(arg.type)) == "float":
             # cffi would make infinity of what is too large
-            passed[arg.c_name] = f'{name} if -_FMAX <= {name} <= _FMAX else _single("{name}", {name})'
+            passed[arg.c_name] = (
+                f'{name} if -_FMAX <= {name} <= _FMAX else _single("{name}", {name})'
+            )
         elif arg.kind == "struct_pointer":
             passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
         elif arg.kind == "pointer":
             value = name
             if _is_void(binding, arg.type):  # cffi would take bytes by their address
-                value = f'({name} if _type({name}) is _CData else _handle({name}))'
+                value = f"({name} if _type({name}) is _CData else _handle({name}))"
             passed[arg.c_name] = f"_NULL if {name} is None else {value}" if arg.nullable else value
         elif arg.kind == "struct":
             if arg.spread:

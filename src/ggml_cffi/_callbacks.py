@@ -300,7 +300,7 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
 
 
 def _late(kind: object, error: BaseException, traceback: object) -> None:
-    """What a body did not catch: an interrupt that came before its first line, or after its last."""
+    """What a body did not catch: an interrupt before its first line, or after its last."""
     raise_later(error)
 
 

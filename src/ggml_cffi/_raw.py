@@ -26,7 +26,7 @@ class FFI(Protocol):
     """What of cffi's FFI object is of use here; cffi's documentation has the rest."""
 
     @property
-    def NULL(self) -> VoidP:  # noqa: N802 - cffi's name
+    def NULL(self) -> VoidP:
         """The null pointer."""
         ...
 

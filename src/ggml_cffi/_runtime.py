@@ -191,8 +191,9 @@ def array(
     elif isinstance(value, np.ndarray):
         pointer, length = _from_numpy(element, value, function, name, writes)
     elif writes:
-        raise TypeError(f"{name} is written to: it must be a NumPy array or cdata, not "
-                        f"{type(value).__name__}")
+        raise TypeError(
+            f"{name} is written to: it must be a NumPy array or cdata, not {type(value).__name__}"
+        )
     elif isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a sequence, not {type(value).__name__}")
     else:
@@ -216,7 +217,7 @@ def _from_sequence(
         strings = [ffi.from_buffer("char[]", data + b"\0") for data in encoded]
         made = ffi.new(f"{element}[]", strings)
         return ffi.gc(made, lambda _, keep=strings: None), len(items)
-    if "*" in element or element.endswith("_t") and element not in _DTYPES:
+    if "*" in element or (element.endswith("_t") and element not in _DTYPES):
         for index, item in enumerate(items):
             if _is_null(item):
                 raise ValueError(f"{function}: {name}[{index}] must not be NULL or None")
@@ -370,9 +371,7 @@ def spec(function: str) -> Spec:
 def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Exception:
     """The exception for arguments that cffi or a conversion did not take."""
     facts = spec(function)
-    types = dict(
-        zip(facts.c_args, ffi.typeof(ffi.addressof(lib, function)).args, strict=True)
-    )
+    types = dict(zip(facts.c_args, ffi.typeof(ffi.addressof(lib, function)).args, strict=True))
     for name, value in zip(facts.visible, values, strict=True):
         if value is None and name in facts.required:
             return ValueError(f"{function}: {name} must not be NULL or None")

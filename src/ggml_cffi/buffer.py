@@ -49,7 +49,7 @@ class Buffer(Owned[types.ggml_backend_buffer]):
         capi.ggml_backend_buffer_set_usage(self.handle, usage)
 
     def clear(self, value: int = 0) -> None:
-        """Set every byte to `value`. Raises ValueError for what is no byte, TypeError for no int."""
+        """Set every byte to `value`. Raises ValueError for no byte, TypeError for no int."""
         try:
             value = operator.index(value)
         except TypeError:
