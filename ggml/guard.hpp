@@ -19,6 +19,7 @@
 #include <new>
 #include <string>
 #include <type_traits>
+#include <unistd.h>
 #include <unordered_map>
 #include <unwind.h>
 #include <vector>
@@ -266,7 +267,12 @@ inline void on_abort(const char * message) {
         throw abort_error{message};
     }
     // Nobody can catch it: ggml ends the process when this returns, as it would without us, and
-    // faulthandler prints Python's traceback.
+    // faulthandler prints Python's traceback. The first thread does; others that abort meanwhile
+    // wait for the end.
+    static std::atomic_flag ending = ATOMIC_FLAG_INIT;
+    while (ending.test_and_set()) {
+        pause();
+    }
     if (user_abort && !closing) {
         tell_python(message);
     } else {

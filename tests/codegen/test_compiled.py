@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import build_ffi
 import codegen
+from codegen import lock
 from codegen.prefix import find_prefix, read_prefix
 
 COMPILED = Path(__file__).parent / "compiled"
@@ -37,8 +39,11 @@ def toy_prefix(root):
 
 
 def toy_annotations(folder):
-    """Ours and the toy's."""
+    """Ours and the toy's; the lock knows a function that this build will not have."""
     shutil.copytree(codegen.GGML, folder)
+    data = lock.load(folder / "api.json")
+    data["functions"]["toy_gone"] = "int toy_gone(int a)"
+    (folder / "api.json").write_text(json.dumps(data))
     shutil.copy(COMPILED / "toy.toml", folder / "annotations")
     for name, text in (
         ("pin.toml", '\n"toy.h" = "ggml-toy"\n'),
@@ -255,6 +260,13 @@ def test_failures(toy):
     assert capi.toy_save("ab") is None
     with pytest.raises(errors.GGMLError, match="toy_save: the path is too short"):
         capi.toy_save("a")
+
+
+def test_absent(toy):
+    """What another release has is there, and says which release this is."""
+    with pytest.raises(toy.errors.NotSupportedError, match=r"toy_gone is not in this build \(ggml"):
+        toy.capi.toy_gone(1)
+    assert "toy_gone" in toy.capi.__coverage__.absent
 
 
 def test_left_out(capi):

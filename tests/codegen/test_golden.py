@@ -15,7 +15,7 @@ OPTIONS = {
     "missing_feature": {
         "strict": False,
         "known": {
-            "toy_old": "int toy_old(struct toy_state *state)",
+            "toy_old": "int toy_old(struct toy_state *state, int extra)",
             "toy_new": "int toy_new(struct toy_state *state)",
         },
     },
