@@ -569,7 +569,6 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("COUNT_EQUAL", 1, s[0]->ne[3] == 1 && (s[0]->ne[2] == 1 || s[0]->ne[2] == s[0]->ne[1])),
     GGML_CFFI_KERNEL("LEAKY_RELU", 1, even_rows(s[0])),
     GGML_CFFI_KERNEL("SILU_BACK", 2, s[0]->type == s[1]->type && even_rows(s[0]) && even_rows(s[1])),
-    GGML_CFFI_KERNEL("GLU", 1, even_rows(s[0]) && (!s[1] || even_rows(s[1]))),
     GGML_CFFI_KERNEL("RMS_NORM_BACK", 2, is_f32(s[1])),
     GGML_CFFI_KERNEL("MUL_MAT", 2, // with a hint that the matrix is a Hadamard matrix it is not looked at
                      n->op_params[1] != 1 || (dense_row(s[1]) && n->ne[0] == s[1]->ne[0])),

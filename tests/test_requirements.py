@@ -1,0 +1,779 @@
+"""Graphs over which ggml would read or write behind its tensors: refused before anything runs.
+
+Each refused call stands next to one as near to it as can be that is right and computes right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from _compute import F32, Arena
+
+from ggml_cffi import capi
+from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
+from ggml_cffi.meta import MetaDevice, SplitState
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of some functions tried here
+
+F16 = capi.GGML_TYPE_F16
+BF16 = capi.GGML_TYPE_BF16
+I8 = capi.GGML_TYPE_I8
+I32 = capi.GGML_TYPE_I32
+I64 = capi.GGML_TYPE_I64
+Q4_0 = capi.GGML_TYPE_Q4_0
+Q8_0 = capi.GGML_TYPE_Q8_0
+Q8_1 = capi.GGML_TYPE_Q8_1
+IQ2_S = capi.GGML_TYPE_IQ2_S
+
+NUMPY: dict[int, Any] = {
+    F32: np.float32,
+    F16: np.float16,
+    I8: np.int8,
+    I32: np.int32,
+    I64: np.int64,
+}
+ASC = ggml_sort_order.GGML_SORT_ORDER_ASC
+MAX = ggml_op_pool.GGML_OP_POOL_MAX
+AVG = ggml_op_pool.GGML_OP_POOL_AVG
+Numbers = np.ndarray[Any, Any]
+
+
+class Bench:
+    """A graph with numbers: makes tensors with data, computes a result on one thread."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.ctx = arena.context()
+        self.tensors: list[tuple[Any, Numbers]] = []
+        self.rng = np.random.default_rng(7)
+
+    def __call__(self, *ne: int, type: int = F32, data: Any = None) -> Any:
+        """A new tensor; random numbers for floats, zeros for all else."""
+        tensor = self.arena.tensor(*ne, type=type, name=f"t{len(self.tensors)}", ctx=self.ctx)
+        shape = tuple(reversed(ne))
+        if data is not None:
+            numbers = np.asarray(data, NUMPY[type]).reshape(shape)
+        elif type in (F32, F16):
+            numbers = self.rng.standard_normal(shape).astype(NUMPY[type])
+        else:
+            numbers = np.zeros(capi.ggml_nbytes(tensor), np.uint8)
+        self.tensors.append((tensor, numbers))
+        return tensor
+
+    def permuted(self, a: int, b: int, c: int, d: int = 1, type: int = F32) -> Any:
+        """Of extents a, b, c, d, with the second and third axis exchanged in memory."""
+        return capi.ggml_permute(self.ctx, self(a, c, b, d, type=type), 0, 2, 1, 3)
+
+    def odd(self, a: int, c: int) -> Any:
+        """Contiguous for ggml, of extents a, 1, c, but nb[1] is that of the whole."""
+        return self.permuted(a, 1, c)
+
+    def data(self) -> list[Numbers]:
+        return [numbers for _, numbers in self.tensors]
+
+    def graph(self, result: Any) -> Any:
+        graph = self.arena.graph(self.ctx, result)
+        for tensor, numbers in self.tensors:
+            if tensor.data:
+                capi.ggml_backend_tensor_set(tensor, numbers, 0)
+        return graph
+
+    def run(self, result: Any) -> Numbers:
+        capi.ggml_backend_graph_compute(self.arena.backend, self.graph(result))
+        found = np.empty(tuple(reversed(list(result.ne))), NUMPY[result.type])
+        capi.ggml_backend_tensor_get(result, found, 0)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Any]:
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, 1)
+    yield backend
+    capi.ggml_backend_free(backend)
+
+
+@pytest.fixture
+def bench(cpu: Any) -> Iterator[Bench]:
+    with Arena(cpu) as arena:
+        yield Bench(arena)
+
+
+Build = Callable[[Bench], Any]
+
+
+@dataclass
+class Case:
+    name: str  # the function that is called, perhaps with a word on how
+    wrong: Build
+    right: Build
+    expected: Callable[..., Any]  # from the data of the tensors of `right`
+
+    @property
+    def function(self) -> str:
+        return f"ggml_{self.name.split(':')[0]}"
+
+
+def sigmoid(x: Numbers) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x: Numbers) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def windows(x: Numbers, size: int) -> Numbers:
+    return np.lib.stride_tricks.sliding_window_view(x, size, axis=-1)
+
+
+def convolved(kernel: Numbers, data: Numbers) -> Numbers:
+    """Of one channel and one image, without padding."""
+    view = np.lib.stride_tricks.sliding_window_view(data[0, 0], kernel.shape[2:])
+    return np.asarray((view * kernel[0, 0]).sum((-1, -2)))[None, None]
+
+
+# ---- refused where they are built: no backend could do it
+
+
+BUILT = [
+    Case(
+        "add1:of half precision",
+        lambda t: capi.ggml_add1(t.ctx, t(8, 3), t(1, type=F16)),
+        lambda t: capi.ggml_add1(t.ctx, t(8, 3), t(1)),
+        lambda a, b: a + b,
+    ),
+    Case(
+        "add1:of a type that nothing converts to",
+        lambda t: capi.ggml_add1(t.ctx, t(256, 3, type=IQ2_S), t(1)),
+        lambda t: capi.ggml_add1(t.ctx, t(8, 3, type=F16), t(1, type=F16)),
+        lambda a, b: a + b,
+    ),
+    Case(
+        "add:to a type that nothing converts to",
+        lambda t: capi.ggml_add(t.ctx, t(256, 4, type=IQ2_S), t(256, 4)),
+        lambda t: capi.ggml_add(t.ctx, t(256, 4), t(256, 4)),
+        lambda a, b: a + b,
+    ),
+    Case(
+        "set",
+        lambda t: capi.ggml_set(t.ctx, t(4, 4), t(4, 2, type=I8), 16, 64, 64, 16),
+        lambda t: capi.ggml_set(t.ctx, t(4, 4), t(4, 2), 16, 64, 64, 16),
+        lambda a, b: np.concatenate([a[:1], b, a[3:]]),
+    ),
+    Case(
+        "set_1d",
+        lambda t: capi.ggml_set_1d(t.ctx, t(8), capi.ggml_transpose(t.ctx, t(4, 4, type=I8)), 0),
+        lambda t: capi.ggml_set_1d(t.ctx, t(8), t(3), 4),
+        lambda a, b: np.concatenate([a[:1], b, a[4:]]),
+    ),
+    Case(
+        "silu_back:types",
+        lambda t: capi.ggml_silu_back(t.ctx, t(8, 3), t(8, 3, type=F16)),
+        lambda t: capi.ggml_silu_back(t.ctx, t(8, 3), t(8, 3)),
+        lambda g, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))),
+    ),
+    Case(
+        "rms_norm_back",
+        lambda t: capi.ggml_rms_norm_back(
+            t.ctx, t(4, 4), capi.ggml_transpose(t.ctx, t(4, 4, type=I8)), 0
+        ),
+        lambda t: capi.ggml_rms_norm_back(t.ctx, t(4, 4), t(4, 4), 0),
+        lambda g, x: (
+            (g - x * (g * x).sum(-1, keepdims=True) / (x * x).sum(-1, keepdims=True))
+            / np.sqrt((x * x).mean(-1, keepdims=True))
+        ),
+    ),
+    Case(
+        "soft_max_ext_back",
+        lambda t: capi.ggml_soft_max_ext_back(t.ctx, t(8, 3), t(8, 3, type=F16), 1, 0),
+        lambda t: capi.ggml_soft_max_ext_back(t.ctx, t(8, 3), t(8, 3), 1, 0),
+        lambda g, y: (g - (g * y).sum(-1, keepdims=True)) * y,
+    ),
+    Case(
+        "cross_entropy_loss_back",
+        lambda t: capi.ggml_cross_entropy_loss_back(t.ctx, t(1), t(8, 3, type=F16), t(8, 3)),
+        lambda t: capi.ggml_cross_entropy_loss_back(t.ctx, t(1), t(8, 3), t(8, 3)),
+        lambda g, a, b: (softmax(a) - b) * g / 3,
+    ),
+    Case(
+        "get_rows:of a type that nothing converts from",
+        lambda t: capi.ggml_get_rows(t.ctx, t(256, 4, type=Q8_1), t(2, type=I32)),
+        lambda t: capi.ggml_get_rows(t.ctx, t(8, 4), t(2, type=I32, data=[3, 1])),
+        lambda a, i: a[i],
+    ),
+    Case(
+        "get_rows_back:more indices than rows",
+        lambda t: capi.ggml_get_rows_back(t.ctx, t(8, 2), t(64, type=I32), t(8, 4)),
+        lambda t: capi.ggml_get_rows_back(t.ctx, t(8, 2), t(2, type=I32, data=[3, 1]), t(8, 4)),
+        lambda g, i, _: np.stack([0 * g[0], g[1], 0 * g[0], g[0]]),
+    ),
+    Case(
+        "cast:from a type that nothing converts from",
+        lambda t: capi.ggml_cast(t.ctx, t(256, 4, type=Q8_1), F32),
+        lambda t: capi.ggml_cast(t.ctx, t(256, 4), F16),
+        lambda a: a.astype(np.float16),
+    ),
+    Case(
+        "transpose:of blocks",
+        lambda t: capi.ggml_transpose(t.ctx, t(32, 4, type=Q8_0)),
+        lambda t: capi.ggml_cont(t.ctx, capi.ggml_transpose(t.ctx, t(32, 4))),
+        lambda a: a.T,
+    ),
+    Case(
+        "permute:of blocks",
+        lambda t: capi.ggml_permute(t.ctx, t(32, 4, 2, type=Q8_0), 2, 1, 0, 3),
+        lambda t: capi.ggml_cont(t.ctx, capi.ggml_permute(t.ctx, t(32, 4, 2), 2, 1, 0, 3)),
+        lambda a: a.transpose(2, 1, 0),
+    ),
+    Case(
+        "reshape:through blocks",
+        lambda t: capi.ggml_reshape(t.ctx, t(32, type=Q8_0), t(1, 32)),
+        lambda t: capi.ggml_cont(t.ctx, capi.ggml_reshape(t.ctx, t(32), t(8, 4))),
+        lambda a, b=None: a.reshape(4, 8),
+    ),
+    Case(
+        "rope:an odd row",
+        lambda t: capi.ggml_rope(t.ctx, t(5, 2, 3), t(3, type=I32), 4, 0),
+        lambda t: capi.ggml_rope(t.ctx, t(4, 2, 3), t(3, type=I32), 4, 0),
+        lambda a, _: a,
+    ),
+    Case(
+        "pool_1d",
+        lambda t: capi.ggml_pool_1d(t.ctx, t(64, 2, type=Q4_0), MAX, 3, 1, 0),
+        lambda t: capi.ggml_pool_1d(t.ctx, t(16, 2, type=F16), MAX, 3, 1, 0),
+        lambda a: windows(a, 3).max(-1),
+    ),
+    Case(
+        "pool_2d",
+        lambda t: capi.ggml_pool_2d(t.ctx, t(8, 8, type=BF16), AVG, 2, 2, 2, 2, 0, 0),
+        lambda t: capi.ggml_pool_2d(t.ctx, t(8, 8), AVG, 2, 2, 2, 2, 0, 0),
+        lambda a: a.reshape(4, 2, 4, 2).mean((1, 3)),
+    ),
+    Case(
+        "conv_2d_direct",
+        lambda t: capi.ggml_conv_2d_direct(
+            t.ctx, t(2, 2, 1, 1), t(32, 5, 1, 1, type=Q8_0), 1, 1, 0, 0, 1, 1
+        ),
+        lambda t: capi.ggml_conv_2d_direct(t.ctx, t(2, 2, 1, 1), t(8, 5, 1, 1), 1, 1, 0, 0, 1, 1),
+        convolved,
+    ),
+    Case(
+        "conv_2d_dw_direct",
+        lambda t: capi.ggml_conv_2d_dw_direct(
+            t.ctx, t(2, 2, 1, 1), t(8, 5, 1, 1, type=F16), 1, 1, 0, 0, 1, 1
+        ),
+        lambda t: capi.ggml_conv_2d_dw_direct(
+            t.ctx, t(2, 2, 1, 1), t(8, 5, 1, 1), 1, 1, 0, 0, 1, 1
+        ),
+        convolved,
+    ),
+    Case(
+        "conv_3d_direct",
+        lambda t: capi.ggml_conv_3d_direct(
+            t.ctx, t(2, 2, 1, 1), t(8, 5, 1, 1, type=F16), 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1
+        ),
+        lambda t: capi.ggml_conv_3d_direct(
+            t.ctx, t(2, 2, 1, 1), t(8, 5, 1, 1), 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1
+        ),
+        convolved,
+    ),
+    Case(
+        "ssm_conv",
+        lambda t: capi.ggml_ssm_conv(t.ctx, t(6, 3, 1), t(4, 3, type=I32)),
+        lambda t: capi.ggml_ssm_conv(t.ctx, t(6, 3, 1), t(4, 3)),
+        lambda x, c: (windows(x[0], 4) * c[:, None]).sum(-1).T[None],
+    ),
+]
+
+
+def names(cases: list[Case]) -> list[str]:
+    return [case.name.replace(" ", "-") for case in cases]
+
+
+@pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
+def test_refused_where_it_is_built(bench: Bench, case: Case) -> None:
+    with pytest.raises(ValueError, match=f"{case.function}: requires "):
+        case.wrong(bench)
+
+
+# ---- refused where the CPU would compute it
+
+
+COMPUTED = [
+    Case(
+        "argsort",
+        lambda t: capi.ggml_argsort(t.ctx, t.permuted(8, 5, 3, 2), ASC),
+        lambda t: capi.ggml_argsort(t.ctx, t(8, 5, 3, 2), ASC),
+        lambda a: a.argsort(-1),
+    ),
+    Case(
+        "top_k",
+        lambda t: capi.ggml_top_k(t.ctx, t.permuted(8, 5, 3), 1),
+        lambda t: capi.ggml_top_k(t.ctx, t(8, 5, 3), 1),
+        lambda a: a.argmax(-1)[..., None],
+    ),
+    Case(
+        "argsort:contiguous with one row in a plane",
+        lambda t: capi.ggml_argsort(t.ctx, t.odd(8, 3), ASC),
+        lambda t: capi.ggml_argsort(t.ctx, t(8, 1, 3), ASC),
+        lambda a: a.argsort(-1),
+    ),
+    Case(
+        "clamp",
+        lambda t: capi.ggml_clamp(t.ctx, t.permuted(8, 5, 3), -1, 1),
+        lambda t: capi.ggml_clamp(t.ctx, t(8, 5, 3), -1, 1),
+        lambda a: a.clip(-1, 1),
+    ),
+    Case(
+        "leaky_relu",
+        lambda t: capi.ggml_leaky_relu(t.ctx, t.permuted(8, 5, 3), 0.5, False),
+        lambda t: capi.ggml_leaky_relu(t.ctx, t(8, 5, 3), 0.5, False),
+        lambda a: np.where(a > 0, a, a / 2),
+    ),
+    Case(
+        "sum",
+        lambda t: capi.ggml_sum(t.ctx, capi.ggml_transpose(t.ctx, t(8, 5))),
+        lambda t: capi.ggml_sum(t.ctx, t.permuted(8, 5, 3)),
+        lambda a: a.sum(),
+    ),
+    Case(
+        "mean",
+        lambda t: capi.ggml_mean(t.ctx, capi.ggml_transpose(t.ctx, t(8, 5))),
+        lambda t: capi.ggml_mean(t.ctx, t.permuted(8, 5, 3)),
+        lambda a: a.swapaxes(1, 2).mean(-1, keepdims=True),
+    ),
+    Case(
+        "argmax",
+        lambda t: capi.ggml_argmax(t.ctx, capi.ggml_transpose(t.ctx, t(8, 5))),
+        lambda t: capi.ggml_argmax(t.ctx, t(8, 5)),
+        lambda a: a.argmax(-1),
+    ),
+    Case(
+        "count_equal",
+        lambda t: capi.ggml_count_equal(t.ctx, t(8, 4, 2, type=I32), t(8, 4, 2, type=I32)),
+        lambda t: capi.ggml_count_equal(
+            t.ctx,
+            t(4, 2, type=I32, data=range(8)),
+            t(4, 2, type=I32, data=[0, 1, 0, 3, 4, 0, 6, 7]),
+        ),
+        lambda a, b: (a == b).sum(),
+    ),
+    Case(
+        "silu_back",
+        lambda t: capi.ggml_silu_back(t.ctx, t(8, 5, 3), t.permuted(8, 5, 3)),
+        lambda t: capi.ggml_silu_back(t.ctx, t(8, 5, 3), t(8, 5, 3)),
+        lambda g, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))),
+    ),
+    Case(
+        "soft_max_ext_back:rows",
+        lambda t: capi.ggml_soft_max_ext_back(t.ctx, t.odd(8, 3), t(8, 1, 3), 1, 0),
+        lambda t: capi.ggml_soft_max_ext_back(t.ctx, t(8, 1, 3), t(8, 1, 3), 1, 0),
+        lambda g, y: (g - (g * y).sum(-1, keepdims=True)) * y,
+    ),
+    Case(
+        "cross_entropy_loss",
+        lambda t: capi.ggml_cross_entropy_loss(t.ctx, t.permuted(8, 5, 3), t(8, 5, 3)),
+        lambda t: capi.ggml_cross_entropy_loss(t.ctx, t(8, 5, 3), t(8, 5, 3)),
+        lambda a, b: -(np.log(softmax(a)) * b).sum() / 15,
+    ),
+    Case(
+        "cross_entropy_loss_back:rows",
+        lambda t: capi.ggml_cross_entropy_loss_back(t.ctx, t(1), t.odd(8, 3), t(8, 1, 3)),
+        lambda t: capi.ggml_cross_entropy_loss_back(t.ctx, t(1), t(8, 1, 3), t(8, 1, 3)),
+        lambda g, a, b: (softmax(a) - b) * g / 3,
+    ),
+    Case(
+        "get_rows",
+        lambda t: capi.ggml_get_rows(t.ctx, capi.ggml_transpose(t.ctx, t(4, 8)), t(2, type=I32)),
+        lambda t: capi.ggml_get_rows(t.ctx, t(8, 4), t(2, type=I32, data=[0, 3])),
+        lambda a, i: a[i],
+    ),
+    Case(
+        "diag_mask_zero_inplace",
+        lambda t: capi.ggml_diag_mask_zero_inplace(
+            t.ctx, capi.ggml_permute(t.ctx, t(4, 4, 2, 3), 0, 1, 3, 2), 0
+        ),
+        lambda t: capi.ggml_diag_mask_zero_inplace(t.ctx, t(4, 4, 2, 3), 0),
+        lambda a: np.tril(a),
+    ),
+    Case(
+        "im2col:planes with gaps",
+        lambda t: capi.ggml_im2col(
+            t.ctx, t(2, 2, 3), t.permuted(4, 4, 3), 1, 1, 0, 0, 1, 1, True, F32
+        ),
+        lambda t: capi.ggml_im2col(t.ctx, t(2, 2, 3), t(4, 4, 3), 1, 1, 0, 0, 1, 1, True, F32),
+        lambda _, b: (
+            np.lib.stride_tricks.sliding_window_view(b, (2, 2), axis=(1, 2))
+            .transpose(1, 2, 0, 3, 4)
+            .reshape(3, 3, 12)
+        ),
+    ),
+    Case(
+        "pool_1d:rows",
+        lambda t: capi.ggml_pool_1d(t.ctx, t.permuted(8, 5, 3), MAX, 3, 1, 0),
+        lambda t: capi.ggml_pool_1d(t.ctx, t(8, 5, 3), MAX, 3, 1, 0),
+        lambda a: windows(a, 3).max(-1),
+    ),
+    Case(
+        "pool_2d:planes",
+        lambda t: capi.ggml_pool_2d(t.ctx, t.permuted(8, 4, 3), AVG, 2, 2, 2, 2, 0, 0),
+        lambda t: capi.ggml_pool_2d(t.ctx, t(8, 4, 3), AVG, 2, 2, 2, 2, 0, 0),
+        lambda a: a.reshape(3, 2, 2, 4, 2).mean((2, 4)),
+    ),
+    Case(
+        "conv_transpose_2d_p0:several images",
+        lambda t: capi.ggml_conv_transpose_2d_p0(t.ctx, t(1, 1, 1, 1), t(4, 3, 1, 2), 1),
+        lambda t: capi.ggml_conv_transpose_2d_p0(t.ctx, t(1, 1, 1, 1), t(4, 3, 1, 1), 1),
+        lambda k, a: k * a,
+    ),
+    Case(
+        "win_part",
+        lambda t: capi.ggml_win_part(t.ctx, t.permuted(3, 4, 4), 2),
+        lambda t: capi.ggml_win_part(t.ctx, t(3, 2, 2), 2),
+        lambda a: a,
+    ),
+    Case(
+        "get_rel_pos",
+        lambda t: capi.ggml_get_rel_pos(t.ctx, t(8, 3, type=BF16), 2, 2),
+        lambda t: capi.ggml_get_rel_pos(t.ctx, t(8, 3, type=F16), 2, 2),
+        lambda a: np.stack([np.stack([a[1], a[0]]), np.stack([a[2], a[1]])]),
+    ),
+    Case(
+        "cpy:into shorter rows of blocks",
+        lambda t: capi.ggml_cpy(t.ctx, t(256), t(32, 8, type=Q8_0)),
+        lambda t: capi.ggml_cast(
+            t.ctx, capi.ggml_cpy(t.ctx, t(32, 8, data=np.ones(256)), t(32, 8, type=Q8_0)), F32
+        ),
+        lambda a, _: a,
+    ),
+    Case(
+        "rwkv_wkv7:a head that is no whole number of vectors",
+        lambda t: capi.ggml_rwkv_wkv7(t.ctx, *(t(4, 1, 1) for _ in range(6)), t(16, 1)),
+        lambda t: capi.ggml_rwkv_wkv7(
+            t.ctx, *(t(64, 1, 1) for _ in range(6)), t(4096, 1, data=np.zeros(4096))
+        ),
+        lambda r, w, k, v, a, b, s: np.concatenate(
+            [v[0] * (r * k).sum(), (v[0].reshape(64, 1) * k[0]).reshape(64, 64)]
+        ),
+    ),
+    Case(
+        "mul_mat:a hint that is not true",
+        lambda t: hinted(t, t(8, 4)),
+        lambda t: hinted(t, t(2, 2, data=[1, 1, 1, -1])),
+        lambda h, b: b @ h.T / np.sqrt(2),
+    ),
+]
+
+
+def hinted(t: Bench, matrix: Any) -> Any:
+    result = capi.ggml_mul_mat(t.ctx, matrix, t(matrix.ne[0], 3))
+    capi.ggml_mul_mat_set_hint(result, capi.GGML_HINT_SRC0_IS_HADAMARD)
+    return result
+
+
+@pytest.mark.parametrize("case", COMPUTED, ids=names(COMPUTED))
+def test_refused_where_the_cpu_computes_it(bench: Bench, case: Case) -> None:
+    result = case.wrong(bench)
+    op = capi.ggml_op_desc(result)
+    with pytest.raises(ValueError, match=f"ggml_backend_graph_compute: .*cpu_can.*: {op} .*of "):
+        capi.ggml_backend_graph_compute(bench.arena.backend, bench.graph(result))
+
+
+@pytest.mark.parametrize("case", BUILT + COMPUTED, ids=names(BUILT + COMPUTED))
+def test_its_neighbour_computes_right(bench: Bench, case: Case) -> None:
+    found = bench.run(case.right(bench))
+    expected = np.asarray(case.expected(*bench.data()))
+    assert found.size == expected.size
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-3, atol=1e-3)
+
+
+def wrong_graph(bench: Bench) -> Any:
+    result = capi.ggml_argsort(bench.ctx, bench.permuted(8, 5, 3), ASC)
+    capi.ggml_set_name(result, "order")
+    return result
+
+
+def test_the_error_says_which_node(bench: Bench) -> None:
+    result = wrong_graph(bench)
+    with pytest.raises(
+        ValueError, match=r"ARGSORT 'order' of f32\[8,5,3,1\] with gaps or permuted"
+    ):
+        capi.ggml_backend_graph_compute(bench.arena.backend, bench.graph(result))
+    with pytest.raises(ValueError, match="first_axis_can_move") as of_another_call:
+        capi.ggml_transpose(bench.ctx, bench(32, type=Q8_0))
+    assert "order" not in str(of_another_call.value)
+
+
+def test_every_way_to_compute_refuses(bench: Bench, cpu: Any) -> None:
+    graph = bench.graph(wrong_graph(bench))
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_backend_graph_compute_async(cpu, graph)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_backend_graph_plan_create(cpu, graph)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_backend_compare_graph_backend(cpu, cpu, graph, lambda *_: True)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_graph_compute_with_ctx(bench.arena.context(no_alloc=False), graph, 1)
+    plan = capi.ggml_graph_plan(graph, 1)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_graph_compute(graph, plan)
+
+
+def scheduler(arena: Arena, *backends: Any) -> Any:
+    made = capi.ggml_backend_sched_new(list(backends), None, 64, False, True)
+    arena.callback(capi.ggml_backend_sched_free, made)
+    return made
+
+
+def test_a_scheduler_refuses(bench: Bench, cpu: Any) -> None:
+    graph = bench.arena.graph(bench.ctx, wrong_graph(bench), allocate=False)
+    sched = scheduler(bench.arena, cpu)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_backend_sched_graph_compute_async(sched, graph)
+
+
+def test_training_refuses(bench: Bench, cpu: Any) -> None:
+    inputs = bench(8, 4)
+    outputs = capi.ggml_mean(bench.ctx, capi.ggml_transpose(bench.ctx, inputs))
+    with pytest.raises(ValueError, match="cpu_can"):
+        capi.ggml_opt_init(
+            backend_sched=scheduler(bench.arena, cpu),
+            ctx_compute=bench.ctx,
+            inputs=inputs,
+            outputs=outputs,
+            loss_type=capi.GGML_OPT_LOSS_TYPE_MEAN,
+        )
+
+
+def test_factors_for_a_part_of_a_row(bench: Bench) -> None:
+    """The rotation of a part reads factors for the whole: they must be in the same buffer."""
+    a, positions = bench(8, 1, 3), bench(3, type=I32)
+    result = capi.ggml_rope_ext(bench.ctx, a, positions, bench(2), 4, 0, 0, 10000, 1, 0, 1, 0, 0)
+    found = bench.run(result)
+    np.testing.assert_array_equal(found.reshape(3, 1, 8), bench.data()[0])
+
+
+def test_scaling_stays_inside(bench: Bench) -> None:
+    for n in (7, 100, 1000):
+        result = capi.ggml_upscale_ext(
+            bench.ctx, bench(3, 1), n, 1, 1, 1, ggml_scale_mode.GGML_SCALE_MODE_NEAREST
+        )
+        assert bench.run(result).size == n
+
+
+# ---- graphs that a scheduler or another backend cannot reach
+
+
+@pytest.fixture
+def meta(cpu: Any) -> Iterator[Any]:
+    with MetaDevice(["CPU", "CPU"], lambda tensor, n_devs: SplitState.mirrored()) as device:
+        backend = capi.ggml_backend_dev_init(device.handle, None)
+        yield backend
+        capi.ggml_backend_free(backend)
+
+
+def test_a_meta_tensor_stays_with_its_device(cpu: Any, meta: Any) -> None:
+    with Arena(meta) as arena:
+        weight = arena.weight(4, 4)
+        capi.ggml_backend_tensor_set(weight, np.ones(16, np.float32), 0)
+        ctx = arena.context()
+        result = capi.ggml_relu(ctx, weight)
+        graph = arena.graph(ctx, result, allocate=False)
+        with pytest.raises(ValueError, match="reachable"):
+            capi.ggml_backend_sched_graph_compute(scheduler(arena, cpu), graph)
+        with pytest.raises(ValueError, match="reachable"):
+            capi.ggml_backend_sched_alloc_graph(scheduler(arena, cpu), graph)
+        with pytest.raises(ValueError, match="can_copy_to"):
+            capi.ggml_backend_graph_copy(cpu, graph)
+        with pytest.raises(ValueError, match=r"can_copy_to|allocated"):
+            capi.ggml_backend_compare_graph_backend(meta, cpu, graph, lambda *_: True)
+        capi.ggml_backend_sched_graph_compute(scheduler(arena, meta, cpu), graph)
+        found = np.zeros(16, np.float32)
+        capi.ggml_backend_tensor_get(result, found, 0)
+        assert (found == 1).all()
+
+
+# ---- indices
+
+
+@dataclass
+class Indexed:
+    name: str
+    build: Callable[[Bench, Any], Any]  # from a tensor of indices
+    limit: int
+    n: int = 2
+    type: int = I32
+
+
+def experts(t: Bench, ids: Any) -> Any:
+    return capi.ggml_mul_mat_id(
+        t.ctx, t(8, 4, 3), t(8, 1, 1), capi.ggml_reshape_2d(t.ctx, ids, 2, 1)
+    )
+
+
+def scan(t: Bench, ids: Any) -> Any:
+    x, dt, a, b = t(1, 1, 1, 2), t(1, 1, 2), t(1, 1), t(4, 1, 1, 2)
+    return capi.ggml_ssm_scan(t.ctx, t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids, 1)
+
+
+INDEXED = [
+    Indexed("get_rows", lambda t, ids: capi.ggml_get_rows(t.ctx, t(8, 4), ids), 4),
+    Indexed(
+        "get_rows:quantised", lambda t, ids: capi.ggml_get_rows(t.ctx, t(32, 4, type=Q8_0), ids), 4
+    ),
+    Indexed(
+        "get_rows_back", lambda t, ids: capi.ggml_get_rows_back(t.ctx, t(8, 2), ids, t(8, 4)), 4
+    ),
+    Indexed(
+        "set_rows", lambda t, ids: capi.ggml_set_rows(t.ctx, t(8, 4), t(8, 2), ids), 4, type=I64
+    ),
+    Indexed("set_rows:32 bits", lambda t, ids: capi.ggml_set_rows(t.ctx, t(8, 4), t(8, 2), ids), 4),
+    Indexed("mul_mat_id", experts, 3),
+    Indexed(
+        "add_id",
+        lambda t, ids: capi.ggml_add_id(
+            t.ctx, t(8, 2, 1), t(8, 5), capi.ggml_reshape_2d(t.ctx, ids, 2, 1)
+        ),
+        5,
+    ),
+    Indexed("ssm_scan", scan, 3),
+]
+INDEXED_IDS = [case.name.replace(" ", "-") for case in INDEXED]
+THREADS = pytest.mark.parametrize("threads", [1, 4])
+
+
+def bad_indices(case: Indexed) -> list[list[int]]:
+    return [[0, case.limit], [-1, 0], [0, (1 << 31) - 1], [-(1 << 31), 0]]
+
+
+@THREADS
+@pytest.mark.parametrize("case", INDEXED, ids=INDEXED_IDS)
+def test_indices(case: Indexed, threads: int) -> None:
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, threads)
+    with Arena(backend) as arena:
+        bench = Bench(arena)
+        ids = bench(case.n, type=case.type)
+        capi.ggml_set_name(ids, "ids")
+        result = case.build(bench, ids)
+        graph = bench.graph(result)
+        for bad in bad_indices(case):
+            capi.ggml_backend_tensor_set(ids, np.array(bad, NUMPY[case.type]), 0)
+            wrong = next(i for i in bad if not 0 <= i < case.limit)
+            op = capi.ggml_op_name(result.op)
+            said = rf"index {wrong} in 'ids.*', of {op} .*is not in 0 \.\.\. {case.limit - 1}"
+            with pytest.raises(IndexError, match=said):
+                capi.ggml_backend_graph_compute(backend, graph)
+            with pytest.raises(IndexError):
+                capi.ggml_graph_compute_with_ctx(arena.context(no_alloc=False), graph, threads)
+        capi.ggml_backend_tensor_set(ids, np.array([case.limit - 1, 0], NUMPY[case.type]), 0)
+        capi.ggml_backend_graph_compute(backend, graph)
+        capi.ggml_graph_compute_with_ctx(arena.context(no_alloc=False), graph, threads)
+    capi.ggml_backend_free(backend)
+
+
+@THREADS
+@pytest.mark.parametrize("case", INDEXED, ids=INDEXED_IDS)
+def test_indices_through_a_scheduler(case: Indexed, threads: int) -> None:
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, threads)
+    with Arena(backend) as arena:
+        bench = Bench(arena)
+        ids = bench(case.n, type=case.type)
+        capi.ggml_set_input(ids)
+        result = case.build(bench, ids)
+        graph = arena.graph(bench.ctx, result, allocate=False)
+        sched = scheduler(arena, backend)
+        with pytest.raises(IndexError, match="has not been allocated"):
+            capi.ggml_backend_sched_graph_compute(sched, graph)
+        capi.ggml_backend_sched_alloc_graph(sched, graph)
+        for tensor, numbers in bench.tensors:
+            if tensor.data:
+                capi.ggml_backend_tensor_set(tensor, numbers, 0)
+        for bad in bad_indices(case):
+            capi.ggml_backend_tensor_set(ids, np.array(bad, NUMPY[case.type]), 0)
+            with pytest.raises(IndexError):
+                capi.ggml_backend_sched_graph_compute(sched, graph)
+        capi.ggml_backend_tensor_set(ids, np.array([0, case.limit - 1], NUMPY[case.type]), 0)
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+    capi.ggml_backend_free(backend)
+
+
+def test_indices_on_a_meta_device(meta: Any) -> None:
+    with Arena(meta) as arena:
+        table, ids = arena.weight(8, 4), arena.weight(2, type=I32)
+        numbers = np.arange(32, dtype=np.float32).reshape(4, 8)
+        capi.ggml_backend_tensor_set(table, numbers, 0)
+        ctx = arena.context()
+        result = capi.ggml_get_rows(ctx, table, ids)
+        graph = arena.graph(ctx, result, allocate=False)
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, meta)
+        arena.callback(capi.ggml_backend_buffer_free, buffer)
+        capi.ggml_backend_tensor_set(ids, np.array([0, 4], np.int32), 0)
+        with pytest.raises(IndexError, match="index 4"):
+            capi.ggml_backend_graph_compute(meta, graph)
+        capi.ggml_backend_tensor_set(ids, np.array([3, 1], np.int32), 0)
+        capi.ggml_backend_graph_compute(meta, graph)
+        found = np.empty((2, 8), np.float32)
+        capi.ggml_backend_tensor_get(result, found, 0)
+        np.testing.assert_array_equal(found, numbers[[3, 1]])
+
+
+def test_indices_of_a_view(bench: Bench) -> None:
+    """Of a tensor of indices only those count that the view has."""
+    ids = bench(4, type=I32, data=[99, 1, 3, -1])
+    table = bench(8, 4)
+    result = capi.ggml_get_rows(bench.ctx, table, capi.ggml_view_1d(bench.ctx, ids, 2, 4))
+    np.testing.assert_array_equal(bench.run(result).reshape(2, 8), bench.data()[1][[1, 3]])
+    result = capi.ggml_get_rows(bench.ctx, table, capi.ggml_view_1d(bench.ctx, ids, 2, 8))
+    with pytest.raises(IndexError, match="index -1"):
+        bench.run(result)
+
+
+def test_indices_that_the_graph_computes(bench: Bench) -> None:
+    """They are not there yet; neither are those that it writes over what is there."""
+    a = bench(4, data=[4, 3, 2, 1])
+    table = bench(8, 4)
+    order = capi.ggml_argsort(bench.ctx, a, ASC)
+    result = capi.ggml_get_rows(bench.ctx, table, order)
+    np.testing.assert_array_equal(bench.run(result).reshape(4, 8), bench.data()[1][::-1])
+
+    ids = bench(2, type=I32, data=[99, 99])
+    written = capi.ggml_cpy(bench.ctx, bench(2, type=I32, data=[2, 0]), ids)
+    graph = capi.ggml_new_graph(bench.ctx)
+    result = capi.ggml_get_rows(bench.ctx, table, ids)
+    capi.ggml_build_forward_expand(graph, written)
+    capi.ggml_build_forward_expand(graph, result)
+    capi.ggml_backend_alloc_ctx_tensors(bench.ctx, bench.arena.backend)
+    for tensor, numbers in bench.tensors:
+        capi.ggml_backend_tensor_set(tensor, numbers, 0)
+    capi.ggml_backend_graph_compute(bench.arena.backend, graph)
+    found = np.empty((2, 8), np.float32)
+    capi.ggml_backend_tensor_get(result, found, 0)
+    np.testing.assert_array_equal(found, bench.data()[1][[2, 0]])
+
+
+def test_indices_of_what_is_not_computed(bench: Bench) -> None:
+    """A branch that ggml_build_forward_select leaves out may have any."""
+    table = bench(8, 4)
+    bad, good = (bench(1, type=I32, data=[i]) for i in (99, 2))
+    rows = [capi.ggml_get_rows(bench.ctx, table, ids) for ids in (bad, good)]
+    graph = capi.ggml_new_graph(bench.ctx)
+    capi.ggml_build_forward_select(graph, rows, 1)
+    buffer = capi.ggml_backend_alloc_ctx_tensors(bench.ctx, bench.arena.backend)
+    bench.arena.callback(capi.ggml_backend_buffer_free, buffer)
+    for tensor, numbers in bench.tensors:
+        capi.ggml_backend_tensor_set(tensor, numbers, 0)
+    capi.ggml_backend_graph_compute(bench.arena.backend, graph)
+    found = np.empty(8, np.float32)
+    capi.ggml_backend_tensor_get(rows[1], found, 0)
+    np.testing.assert_array_equal(found, bench.data()[0][2])
