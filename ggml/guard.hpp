@@ -52,22 +52,31 @@ struct region {
     jmp_buf * jump;
 };
 
+// What a thread needs at every call: plain data, which costs nothing to reach.
 struct thread_state {
-    region *    inside = nullptr;      // the innermost guarded region, null outside and in Python
-    int         kind = no_error;
-    int         index = -1;            // which argument
-    bool        raised = false;        // a callback of the present call failed
-    bool        foreign = false;       // Python was entered from no guarded call
-    int         depth = 0;             // of Python functions that ggml has called
-    std::vector<const void *> entered; // callbacks, by userdata, that the computation called here
-    void *      orphan = nullptr;      // a result that the failed call had already made
-    uint64_t    serial = 0;            // of guarded calls
-    uint64_t    log_serial = 0;        // the call that `log` belongs to
-    std::string message;
-    std::string log;                   // what ggml logged as an error during that call
+    region *     inside = nullptr;     // the innermost guarded region, null outside and in Python
+    int          kind = no_error;
+    int          index = -1;           // which argument
+    bool         raised = false;       // a callback of the present call failed
+    bool         foreign = false;      // Python was entered from no guarded call
+    int          depth = 0;            // of Python functions that ggml has called
+    void *       orphan = nullptr;     // a result that the failed call had already made
+    uint64_t     serial = 0;           // of guarded calls
+    uint64_t     log_serial = 0;       // the call that `log` belongs to
 };
+static thread_local thread_state state;
 
-inline thread_local thread_state state;
+// And what it needs when something went wrong, or in a computation.
+struct thread_details {
+    std::string               message;
+    std::string               log;     // what ggml logged as an error during that call
+    std::vector<const void *> entered; // callbacks, by userdata, that the computation called here
+};
+inline thread_details & details() {
+    static thread_local thread_details mine;
+    return mine;
+}
+
 inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
 
 // Callbacks, by userdata, that failed on threads of ggml's own. The thread that computes calls each
@@ -261,7 +270,7 @@ inline void on_abort(const char * message) {
     region * inside = state.inside;
     if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
         if (inside->how == leave::by_jump) {
-            state.message = message;
+            details().message = message;
             longjmp(*inside->jump, 1);
         }
         throw abort_error{message};
@@ -282,13 +291,13 @@ inline void on_abort(const char * message) {
 }
 
 // Whether a callback of the computation that ends here has failed on another thread.
-inline bool failed_elsewhere(const thread_state & s) {
+inline bool failed_elsewhere() {
     if (!foreign_raised) {
         return false;
     }
     std::lock_guard<std::mutex> hold(foreign_lock);
     for (const void * key : foreign_failed) {
-        if (std::find(s.entered.begin(), s.entered.end(), key) != s.entered.end()) {
+        if (std::find(details().entered.begin(), details().entered.end(), key) != details().entered.end()) {
             return true;
         }
     }
@@ -308,7 +317,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         s.raised = false;
         region here{Traits::how, 1, nullptr};
         if constexpr (Traits::how == leave::compute) {
-            s.entered.clear();
+            details().entered.clear();
         }
         region * const outer = s.inside;
         jmp_buf jump;
@@ -371,7 +380,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     }
 
     static bool finish(thread_state & s, bool raised_before) {
-        const bool raised = s.raised || (Traits::how == leave::compute && failed_elsewhere(s));
+        const bool raised = s.raised || (Traits::how == leave::compute && failed_elsewhere());
         s.raised = raised_before;
         if (raised) {
             s.kind = callback_raised;
@@ -383,7 +392,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         s.inside = outer;
         s.raised = raised_before;
         s.kind = kind;
-        s.message = text;
+        details().message = text;
     }
 
     template <size_t... I> static bool check(std::index_sequence<I...>, A... a) {
@@ -393,7 +402,11 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         if constexpr (Traits::has_requirements) {
             if (const char * broken = Traits::require(a...)) {
                 state.kind = not_allowed;
-                state.message = broken;
+                details().message = broken;
+                if (!check::why.empty()) {
+                    details().message += ": " + check::why;
+                    check::why.clear();
+                }
                 return false;
             }
         }
@@ -413,7 +426,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             if (__builtin_expect(!is_enumerator(value), 0)) {
                 state.kind = bad_enumerator;
                 state.index = (int) I;
-                state.message = std::to_string((long long) value);
+                details().message = std::to_string((long long) value);
                 return false;
             }
         }
@@ -442,8 +455,8 @@ struct python_entry {
     explicit python_entry(const void * key = nullptr) : userdata(key) {
         thread_state & s = state;
         if (key && outer && outer->how == leave::compute &&
-            std::find(s.entered.begin(), s.entered.end(), key) == s.entered.end()) {
-            s.entered.push_back(key);
+            std::find(details().entered.begin(), details().entered.end(), key) == details().entered.end()) {
+            details().entered.push_back(key);
         }
         s.inside = nullptr;
         s.raised = false;
@@ -486,12 +499,12 @@ template <class State> State mirrored() {
 
 static int ggml_cffi_error(void) { return ggml_cffi::state.kind; }
 static int ggml_cffi_error_index(void) { return ggml_cffi::state.index; }
-static const char * ggml_cffi_error_text(void) { return ggml_cffi::state.message.c_str(); }
+static const char * ggml_cffi_error_text(void) { return ggml_cffi::details().message.c_str(); }
 
 // What ggml logged as an error during this thread's last call, "" if nothing.
 static const char * ggml_cffi_error_log(void) {
     ggml_cffi::thread_state & s = ggml_cffi::state;
-    return s.log_serial == s.serial ? s.log.c_str() : "";
+    return s.log_serial == s.serial ? ggml_cffi::details().log.c_str() : "";
 }
 
 static void * ggml_cffi_take_orphan(void) {
@@ -512,7 +525,7 @@ static bool ggml_cffi_foreign_thread(void) { return ggml_cffi::state.foreign; }
 // it is then this thread's to raise.
 static bool ggml_cffi_take_foreign(void * userdata) {
     using namespace ggml_cffi;
-    const auto & mine = state.entered;
+    const auto & mine = details().entered;
     if (std::find(mine.begin(), mine.end(), userdata) == mine.end()) {
         return false;
     }
@@ -557,10 +570,10 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
     }
     if (error_line) {
         if (s.log_serial != s.serial) {
-            s.log.clear();
+            ggml_cffi::details().log.clear();
             s.log_serial = s.serial;
         }
-        s.log += text;
+        ggml_cffi::details().log += text;
     }
     if (!ggml_cffi::closing) {
         ggml_cffi::python_entry entry;

@@ -175,9 +175,15 @@ def _function(binding: Binding, bound: Bound) -> str:
     shown = f"({shown},)" if shown else "()"
     conversion, passed = _conversions(binding, bound)
     call = f"_c_{bound.name}({', '.join(passed)})"
-    if bound.returns != "void":
-        call = f"_r = {call}"
-    attempt = [*conversion, call]
+    callbacks = [arg for arg in bound.args if arg.kind == "callback"]
+    plain = bound.returns == "pointer" and bound.null == "error" and bound.visible
+    straight = plain and not (bound.outs or callbacks or _releases(binding, bound))
+    if straight:  # the shape of most calls, and the one whose speed counts
+        attempt = [*conversion, f"if _r := {call}:", "    return _r"]
+        after = [f'raise _failed("{bound.name}", {shown})']
+    else:
+        attempt = [*conversion, call if bound.returns == "void" else f"_r = {call}"]
+        after = _result(binding, bound, shown)
     if bound.visible:
         attempt = [
             "try:",
@@ -185,8 +191,6 @@ def _function(binding: Binding, bound: Bound) -> str:
             "except (TypeError, OverflowError) as _e:",
             f'    raise _bad("{bound.name}", {shown}, _e) from None',
         ]
-    after = _result(binding, bound, shown)
-    callbacks = [arg for arg in bound.args if arg.kind == "callback"]
     if callbacks:
         body += _with_callbacks(bound, callbacks, attempt, after)
     else:

@@ -449,7 +449,8 @@ def failed(function: str, values: tuple[Any, ...], status: int | None = None) ->
         number -= 1 << 32 if number > 0x7FFFFFFF else 0  # -1 in an enum that C has as unsigned
         return ValueError(f"{function}: {name} is {number}, which is no {enum}")
     if kind == _NOT_ALLOWED:
-        return ValueError(f"{function}: requires {message}")
+        error_type = IndexError if message.startswith("indices(") else ValueError
+        return error_type(f"{function}: requires {message}")
     if kind == _OUT_OF_MEMORY:
         return MemoryError(f"{function}: out of memory ({message})")
     if kind == _CPP_EXCEPTION:
