@@ -58,7 +58,7 @@ class Bench:
         tensor = self.arena.tensor(*ne, type=type, name=f"t{len(self.tensors)}", ctx=self.ctx)
         shape = tuple(reversed(ne))
         if data is not None:
-            numbers = np.asarray(data, NUMPY[type]).reshape(shape)
+            numbers: Numbers = np.asarray(data, NUMPY[type]).reshape(shape)
         elif type in (F32, F16):
             numbers = self.rng.standard_normal(shape).astype(NUMPY[type])
         else:
@@ -137,6 +137,10 @@ def convolved(kernel: Numbers, data: Numbers) -> Numbers:
     """Of one channel and one image, without padding."""
     view = np.lib.stride_tricks.sliding_window_view(data[0, 0], kernel.shape[2:])
     return np.asarray((view * kernel[0, 0]).sum((-1, -2)))[None, None]
+
+
+def six(t: Bench, n: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+    return (t(n, 1, 1), t(n, 1, 1), t(n, 1, 1), t(n, 1, 1), t(n, 1, 1), t(n, 1, 1))
 
 
 # ---- refused where they are built: no backend could do it
@@ -455,10 +459,8 @@ COMPUTED = [
     ),
     Case(
         "rwkv_wkv7:a head that is no whole number of vectors",
-        lambda t: capi.ggml_rwkv_wkv7(t.ctx, *(t(4, 1, 1) for _ in range(6)), t(16, 1)),
-        lambda t: capi.ggml_rwkv_wkv7(
-            t.ctx, *(t(64, 1, 1) for _ in range(6)), t(4096, 1, data=np.zeros(4096))
-        ),
+        lambda t: capi.ggml_rwkv_wkv7(t.ctx, *six(t, 4), t(16, 1)),
+        lambda t: capi.ggml_rwkv_wkv7(t.ctx, *six(t, 64), t(4096, 1, data=np.zeros(4096))),
         lambda r, w, k, v, a, b, s: np.concatenate(
             [v[0] * (r * k).sum(), (v[0].reshape(64, 1) * k[0]).reshape(64, 64)]
         ),
