@@ -1,0 +1,103 @@
+"""docs/limits.md: what ends the process does so in these child processes, and the ways round hold."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENDINGS = {-signal.SIGSEGV, -signal.SIGABRT}
+
+SETUP = """
+from ggml_cffi import capi, ffi, lib
+cpu = capi.ggml_backend_cpu_init()
+ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+
+def graph_of(n):
+    result = capi.ggml_sqr(ctx, capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, n))
+    graph = capi.ggml_new_graph_custom(ctx, 8, False)
+    capi.ggml_build_forward_expand(graph, result)
+    return graph
+"""
+
+
+def child(body: str) -> subprocess.CompletedProcess[str]:
+    code = SETUP + textwrap.dedent(body)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_graph_too_large_for_a_scheduler() -> None:
+    body = """
+        scheduler = capi.ggml_backend_sched_new([cpu], None, 64, False, False)
+        {first}
+        print("before")
+        capi.ggml_backend_sched_alloc_graph(scheduler, graph_of(1 << 44))
+        print("after")
+    """
+    ended = child(body.format(first=""))
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    refused = child(
+        body.format(first="capi.ggml_backend_sched_reserve(scheduler, graph_of(1 << 44))")
+    )
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "GGMLError: ggml_backend_sched_reserve: " in refused.stderr
+
+
+def test_a_handle_freed_twice() -> None:
+    ended = child("""
+        capi.ggml_free(ctx)
+        print("freed")
+        capi.ggml_free(ctx)
+        for _ in range(64):  # where the second free was not noticed at once
+            capi.ggml_init(mem_size=1 << 12)
+    """)
+    assert ended.stdout.startswith("freed\n")
+    assert ended.returncode in ENDINGS, ended.stderr
+
+
+def test_a_plan_that_is_none() -> None:
+    ended = child("""
+        print("before")
+        capi.ggml_backend_graph_plan_compute(cpu, ffi.cast("void *", 8))
+    """)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+
+
+def test_an_abort_outside_a_guarded_call(tmp_path: Path) -> None:
+    """C code that got ggml's own function and calls it on a thread of its own."""
+    ended = child("""
+        import ctypes, threading
+        from ggml_cffi._gen import build_info
+        from ggml_cffi import _loader
+        base = ctypes.CDLL(str(_loader.library_files(build_info)["ggml-base"]))
+        call = base.ggml_new_tensor_1d
+        call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+        address = int(ffi.cast("uintptr_t", ctx))
+        thread = threading.Thread(target=call, args=(address, 999, 4))
+        thread.start()
+        thread.join()
+    """)
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert re.search(r"^\S+:\d+: GGML_ASSERT\(.*\) failed$", ended.stderr, re.M)
+    assert "Fatal Python error: Aborted" in ended.stderr
+
+
+LINES = [
+    line
+    for line in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and not line.startswith("| what |")
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.split("|")[1].strip()[:40])
+def test_each_limit_has_its_test(line: str) -> None:
+    file, name = re.findall(r"`(tests/\w+\.py)::(\w+)`", line)[-1]
+    assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
