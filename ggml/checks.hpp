@@ -842,6 +842,17 @@ inline bool is_view(const ggml_tensor * t) {
     return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
 }
 
+// Where the same numbers are already now, if the tensor is but a copy of others or has them in
+// another shape.
+inline const ggml_tensor * copied_from(const ggml_tensor * t) {
+    while (t->src[0] && t->src[0]->type == t->type &&
+           (t->op == GGML_OP_CONT || t->op == GGML_OP_DUP || t->op == GGML_OP_CPY ||
+            (is_view(t) && t->op != GGML_OP_VIEW))) {
+        t = t->src[0];
+    }
+    return t;
+}
+
 template <class T> bool indices_below(const index_use & use, const char * data) {
     const ggml_tensor * t = use.ids;
     for (int64_t i3 = 0; i3 < t->ne[3]; ++i3) {
@@ -869,9 +880,12 @@ template <class T> bool indices_below(const index_use & use, const char * data) 
 inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool wanted = false) {
     std::vector<index_use> uses;
     for (const ggml_tensor * node : computed_nodes(graph)) {
-        const index_use use = index_use_of(node);
-        if (use.ids && !ggml_is_empty(use.ids) && (use.ids->op == GGML_OP_NONE || is_view(use.ids)) &&
-            (use.ids->type == GGML_TYPE_I32 || use.ids->type == GGML_TYPE_I64)) {
+        index_use use = index_use_of(node);
+        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 && use.ids->type != GGML_TYPE_I64)) {
+            continue;
+        }
+        use.ids = copied_from(use.ids);
+        if (use.ids->op == GGML_OP_NONE || use.ids->op == GGML_OP_VIEW) {
             uses.push_back(use);
         }
     }

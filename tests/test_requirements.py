@@ -741,6 +741,17 @@ def test_indices_of_a_view(bench: Bench) -> None:
         bench.run(result)
 
 
+def test_indices_that_the_graph_copies(bench: Bench) -> None:
+    ids = bench(4, 2, type=I32, data=[0, 1, 2, 3, 3, 2, 1, 4])
+    copied = capi.ggml_cont(bench.ctx, capi.ggml_transpose(bench.ctx, ids))
+    flat = capi.ggml_reshape_1d(bench.ctx, copied, 8)
+    with pytest.raises(IndexError, match="index 4 in 't0'"):
+        bench.run(capi.ggml_get_rows(bench.ctx, bench(8, 4), flat))
+    found = bench.run(capi.ggml_get_rows(bench.ctx, bench(8, 5), flat))
+    order = bench.data()[0].T.reshape(-1)
+    np.testing.assert_array_equal(found.reshape(8, 8), bench.data()[2][order])
+
+
 def test_indices_that_the_graph_computes(bench: Bench) -> None:
     """They are not there yet; neither are those that it writes over what is there."""
     a = bench(4, data=[4, 3, 2, 1])
