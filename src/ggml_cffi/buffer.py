@@ -101,8 +101,9 @@ class MultiBuffer(Buffer):
 
     def __init__(self, buffers: Sequence[Buffer | types.ggml_backend_buffer]) -> None:
         with _lock:
-            if isinstance(buffers, Sequence) and not isinstance(buffers, (str, bytes)):
-                buffers = list(buffers)  # once: it might not give the same again
+            given: object = buffers
+            if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+                buffers = list(given)  # once: it might not give the same again
             pointers = _pointers(buffers)
             handle = capi.ggml_backend_multi_buffer_alloc_buffer(pointers)
             children = tuple(item for item in buffers if isinstance(item, Buffer))
