@@ -1,4 +1,4 @@
-"""docs/limits.md: what ends the process does so in these child processes, and the ways round hold."""
+"""docs/limits.md: what ends the process ends a child process, and the ways round hold."""
 
 from __future__ import annotations
 
