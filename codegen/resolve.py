@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import ir
@@ -121,11 +121,7 @@ class Binding:
     notes: tuple[str, ...] = ()
     version: str = ""
     commit: str = ""
-    ctypes: Mapping[str, str] = field(default_factory=dict)
-
-    def function(self, name: str) -> Bound:
-        """The bound function of this name."""
-        return next(bound for bound in self.bound if bound.name == name)
+    pointers: tuple[ir.Typedef, ...] = ()  # function-pointer types that ggml hands out
 
 
 def resolve(
@@ -174,8 +170,15 @@ def resolve(
             complain(error)
             skipped[name] = f"its annotation does not fit: {error}"
     callbacks = _callbacks(api, annotations, bound, complain)
+    pointers = tuple(
+        api.typedefs[name]
+        for name, (_, table) in annotations.callbacks.items()
+        if name in api.typedefs and not table.get("used", True)
+    )
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
-    return Binding(api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit)
+    return Binding(
+        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers
+    )
 
 
 def _fit(

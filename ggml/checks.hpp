@@ -13,6 +13,47 @@
 // unless they say otherwise.
 namespace check {
 
+// What a predicate found, or the arguments it was asked about; the guard adds it to the
+// expression's text.
+inline thread_local std::string why;
+
+inline std::string named(const ggml_tensor * t) {
+    return std::string(ggml_op_desc(t)) + (t->name[0] ? std::string(" '") + t->name + "'" : "");
+}
+
+inline std::string described(const ggml_tensor * t) {
+    std::string text = std::string(ggml_type_name(t->type)) + "[";
+    for (int i = 0; i < 4; ++i) {
+        text += (i ? "," : "") + std::to_string(t->ne[i]);
+    }
+    return text + (ggml_is_contiguous(t) ? "]" : "] with gaps or permuted");
+}
+
+template <class T> std::string described(T value) {
+    if constexpr (std::is_same_v<T, bool>) {
+        return value ? "true" : "false";
+    } else if constexpr (std::is_enum_v<T>) {
+        return std::to_string((long long) value);
+    } else if constexpr (std::is_arithmetic_v<T>) {
+        return std::to_string(value);
+    } else {
+        return "";
+    }
+}
+
+// Adds an argument to what is told of a failed requirement.
+template <class T> void tell(const char * name, T value) {
+    std::string text;
+    if constexpr (std::is_convertible_v<T, const ggml_tensor *>) {
+        text = value ? described((const ggml_tensor *) value) : "NULL";
+    } else {
+        text = described(value);
+    }
+    if (!text.empty()) {
+        why += (why.empty() ? "" : ", ") + std::string(name) + " = " + text;
+    }
+}
+
 // The buffer that holds a tensor's data: a view's own field is set late.
 inline ggml_backend_buffer_t buffer_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src->buffer : t->buffer;
@@ -79,10 +120,6 @@ inline bool shape(ggml_type type, int64_t ne0, int64_t ne1 = 1, int64_t ne2 = 1,
 inline bool shape(ggml_type type, int n_dims, const int64_t * ne) {
     return n_dims < 1 || n_dims > 4 ||
            shape(type, ne[0], n_dims > 1 ? ne[1] : 1, n_dims > 2 ? ne[2] : 1, n_dims > 3 ? ne[3] : 1);
-}
-
-inline bool not_negative(int64_t ne0, int64_t ne1 = 0, int64_t ne2 = 0, int64_t ne3 = 0) {
-    return ne0 >= 0 && ne1 >= 0 && ne2 >= 0 && ne3 >= 0;
 }
 
 // Bytes from the first to behind the last element of a region with these extents and strides;
@@ -325,6 +362,13 @@ inline bool no_kernel(const ggml_tensor * t) {
            t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE || ggml_is_empty(t);
 }
 
+// ggml writes through made-up addresses where a meta device over host memory computes into a tensor
+// that is no graph's own.
+inline bool writes_in_place(const ggml_tensor * node) {
+    const ggml_tensor * root = node->view_src;
+    return root && root->op == GGML_OP_NONE && in_meta_buffer(root) && ggml_backend_buffer_is_host(root->buffer);
+}
+
 // All tensors that a graph's kernels touch are allocated, where `backend` (NULL: the CPU without a
 // backend) can reach them.
 inline bool allocated(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
@@ -334,6 +378,11 @@ inline bool allocated(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
             continue;
         }
         if (!can_read(node, backend)) {
+            return false;
+        }
+        if (writes_in_place(node)) {
+            why = std::string(ggml_op_name(node->op)) + " '" + node->name + "' writes into '" + node->view_src->name +
+                  "', which is static on a meta device over host memory";
             return false;
         }
         for (int j = node->op == GGML_OP_IM2COL ? 1 : 0; j < GGML_MAX_SRC; ++j) {
@@ -372,42 +421,9 @@ inline bool fits(uintptr_t start, size_t size) {
     return size <= UINTPTR_MAX - start;
 }
 
-// The state in which every device of a meta device has the whole tensor; a function template, as a
-// release may lack the type or some of its fields.
-template <class T> auto set_segments(T & state, int) -> decltype(state.n_segments = 1, void()) {
-    state.n_segments = 1;
-}
-template <class T> void set_segments(T &, long) {}
-template <class T> auto set_repeats(T & state, int) -> decltype(state.nr[0] = 1, void()) {
-    state.nr[0] = 1;
-}
-template <class T> void set_repeats(T &, long) {}
-template <class T> T whole_tensor(decltype(T::axis) mirrored) {
-    T state{};
-    state.axis = mirrored;
-    set_segments(state, 0);
-    set_repeats(state, 0);
-    return state;
-}
-
 // ---- what the kernels of the CPU backend take for granted. Other backends may do what it cannot:
 // so this is asked where a graph is computed, not where it is built. ggml_backend_supports_op says
 // little of it.
-
-// What a predicate that looks at a whole graph found; the guard adds it to the expression's text.
-inline thread_local std::string why;
-
-inline std::string named(const ggml_tensor * t) {
-    return std::string(ggml_op_desc(t)) + (t->name[0] ? std::string(" '") + t->name + "'" : "");
-}
-
-inline std::string described(const ggml_tensor * t) {
-    std::string text = std::string(ggml_type_name(t->type)) + "[";
-    for (int i = 0; i < 4; ++i) {
-        text += (i ? "," : "") + std::to_string(t->ne[i]);
-    }
-    return text + (ggml_is_contiguous(t) ? "]" : "] with gaps or permuted");
-}
 
 // Blocks are whole and lie along the first axis.
 inline bool whole_blocks(const ggml_tensor * t) {

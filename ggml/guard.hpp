@@ -61,7 +61,8 @@ struct thread_state {
     bool         foreign = false;      // Python was entered from no guarded call
     int          depth = 0;            // of Python functions that ggml has called
     void *       orphan = nullptr;     // a result that the failed call had already made
-    uint64_t     serial = 0;           // of guarded calls
+    uint64_t     serial = 0;           // the present, or else the last, guarded call
+    uint64_t     n_calls = 0;          // so far
     uint64_t     log_serial = 0;       // the call that `log` belongs to
 };
 static thread_local thread_state state;
@@ -70,7 +71,8 @@ static thread_local thread_state state;
 struct thread_details {
     std::string               message;
     std::string               log;     // what ggml logged as an error during that call
-    std::vector<const void *> entered; // callbacks, by userdata, that the computation called here
+    std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
+    std::vector<const void *> finished; // and that the last one that ended here had called
 };
 inline thread_details & details() {
     static thread_local thread_details mine;
@@ -222,9 +224,11 @@ struct scheduled {
 inline std::mutex scheduled_lock;
 inline std::unordered_map<const void *, scheduled> scheduled_table;
 
-inline void note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+// Said before the call, which may allocate and then abort. Always true.
+inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     std::lock_guard<std::mutex> hold(scheduled_lock);
     scheduled_table[scheduler] = { graph, ggml_graph_n_nodes(graph) };
+    return true;
 }
 
 inline void forget_graph(ggml_backend_sched_t scheduler) {
@@ -290,6 +294,21 @@ inline void on_abort(const char * message) {
     }
 }
 
+// The callbacks that a computation calls on this thread; one inside a callback of another has its
+// own. When it is over its list stays, for ggml_cffi_take_foreign.
+struct computation {
+    std::vector<const void *> outer;
+    computation() { outer.swap(details().entered); }
+    computation(const computation &) = delete;
+    ~computation() {
+        details().finished.swap(details().entered);
+        details().entered.swap(outer);
+    }
+};
+struct no_computation {
+    ~no_computation() {} // so that it is not an unused variable
+};
+
 // Whether a callback of the computation that ends here has failed on another thread.
 inline bool failed_elsewhere() {
     if (!foreign_raised) {
@@ -312,13 +331,11 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     static R now(A... a) {
         thread_state & s = state;
         s.kind = no_error;
-        ++s.serial;
+        s.serial = ++s.n_calls;
         const bool raised_before = s.raised;
         s.raised = false;
         region here{Traits::how, 1, nullptr};
-        if constexpr (Traits::how == leave::compute) {
-            details().entered.clear();
-        }
+        std::conditional_t<Traits::how == leave::compute, computation, no_computation> mine;
         region * const outer = s.inside;
         jmp_buf jump;
         if constexpr (Traits::how == leave::by_jump) {
@@ -452,6 +469,7 @@ struct python_entry {
     region * const     outer = state.inside;
     const bool         raised_before = state.raised;
     const bool         foreign_before = state.foreign;
+    const uint64_t     serial_before = state.serial;
     explicit python_entry(const void * key = nullptr) : userdata(key) {
         thread_state & s = state;
         if (key && outer && outer->how == leave::compute &&
@@ -476,6 +494,7 @@ struct python_entry {
         s.inside = outer;
         s.raised = s.raised || raised_before;
         s.foreign = foreign_before;
+        s.serial = serial_before; // what is logged from here on is the outer call's again
         --s.depth;
     }
 };
@@ -525,7 +544,7 @@ static bool ggml_cffi_foreign_thread(void) { return ggml_cffi::state.foreign; }
 // it is then this thread's to raise.
 static bool ggml_cffi_take_foreign(void * userdata) {
     using namespace ggml_cffi;
-    const auto & mine = details().entered;
+    const auto & mine = details().finished;
     if (std::find(mine.begin(), mine.end(), userdata) == mine.end()) {
         return false;
     }

@@ -425,7 +425,7 @@ def docstring(binding: Binding, bound: Bound) -> str:
     if described:
         lines += ["", "Parameters:"]
         lines += [f"    {name}: {text}" for name, text in described]
-    lines += ["", *_facts(bound)]
+    lines += ["", *_facts(binding, bound)]
     if bound.note:
         lines += ["", bound.note]
     return "\n".join(line.rstrip() for line in "\n".join(lines).split("\n"))
@@ -439,7 +439,24 @@ def _literal(text: str) -> str:
     return f'"""{text}\n"""'
 
 
-def _facts(bound: Bound) -> list[str]:
+def _callback_fact(binding: Binding, arg: Arg) -> str:
+    """How long a callback lives, where it runs, what its type's annotation says besides."""
+    assert arg.callback is not None
+    lifetime, _, owner = arg.callback.lifetime.partition(":")
+    words = {
+        "call": "for the call",
+        "replaced": "until another is set, or the object freed",
+        "object": f"as long as `{owner}` lives",
+        "result": "as long as the result lives",
+        "forever": "for the life of the process",
+    }
+    kind = next((k for k in binding.callbacks if k.name == arg.callback.kind), None)
+    threads = "any thread" if kind and kind.threads == "any" else "the calling thread"
+    note = f" {kind.note}" if kind and kind.note else ""
+    return f"Callback `{arg.name}`: kept {words[lifetime]}, called on {threads}.{note}"
+
+
+def _facts(binding: Binding, bound: Bound) -> list[str]:
     """Ownership, NULL and guard class, in words."""
     facts = []
     head, _, of = bound.ownership.partition(":")
@@ -456,6 +473,7 @@ def _facts(bound: Bound) -> list[str]:
     nullable = [arg.name for arg in bound.visible if arg.nullable]
     if nullable:
         facts.append(f"May be None: {', '.join(nullable)}.")
+    facts += [_callback_fact(binding, arg) for arg in bound.visible if arg.callback]
     for condition in bound.require:
         facts.append(f"Requires {condition.replace('check::', '').replace('ggml_cffi::', '')}.")
     facts.append(f"Guard: {bound.guard}.")

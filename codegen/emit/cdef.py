@@ -22,7 +22,6 @@ void ggml_cffi_close(void);
 void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
 void ggml_cffi_set_user_abort(bool wanted);
 void ggml_cffi_forget_buffer(struct ggml_context *context, struct ggml_backend_buffer *buffer);
-void ggml_cffi_log(enum ggml_log_level level, const char *text, void *user_data);
 void ggml_cffi_install(void);
 void ggml_cffi_set_slot(int slot, void *userdata);
 extern "Python" void ggml_cffi_py_log(int level, const char *text);
@@ -49,6 +48,10 @@ def emit(binding: Binding) -> str:
     lines.append(SUPPORT.rstrip())
     for callback in binding.callbacks:
         lines += _callback(callback)
+    lines += [
+        f"{ir.declare(invoker(binding, t), f'ggml_cffi_invoke_{t.name}')};"
+        for t in binding.pointers
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -87,6 +90,15 @@ def _field_type(ctype: ir.Type, name: str) -> str:
         fields = " ".join(f"{_field(field)};" for field in ctype.fields)
         return f"{ctype.kind} {{ {fields} }} {name}".rstrip()
     return ir.declare(ctype, name)
+
+
+def invoker(binding: Binding, typedef: ir.Typedef) -> ir.FunctionType:
+    """The type of the guarded function that calls a function pointer: the pointer comes first."""
+    pointed = binding.api.function_pointer(ir.Named(typedef.name))
+    assert pointed is not None
+    return ir.FunctionType(
+        pointed.returns, (ir.Param("function", ir.Named(typedef.name)), *pointed.params)
+    )
 
 
 def python_side(kind: CallbackKind) -> ir.FunctionType:

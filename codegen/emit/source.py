@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from .. import ir
 from ..resolve import SENTINEL, Binding, Bound, CallbackKind, scalar_kind
-from .cdef import python_side, trampolines
+from .cdef import invoker, python_side, trampolines
 
 _HOW = {
     "throw": "ggml_cffi::leave::by_throw",
@@ -39,8 +41,14 @@ def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> s
     parts.append(guard)
     parts.append(_callbacks(binding))
     parts += [_own_traits(b) for b in binding.bound if _needs_own_traits(b)]
+    parts += [_invoker(binding, typedef) for typedef in binding.pointers]
     parts.append("// from here on a bound function's name means the guarded call")
     parts += [_macro(b) for b in binding.bound]
+    parts += [
+        f"#define ggml_cffi_invoke_{t.name}(...) ggml_cffi::call<&ggml_cffi_raw_{t.name}, "
+        f"ggml_cffi::traits<0x1ull, {_HOW['throw']}>>::now(__VA_ARGS__)"
+        for t in binding.pointers
+    ]
     parts.append(_NO_TEMPORARIES)
     return "\n".join(parts) + "\n"
 
@@ -95,7 +103,9 @@ def _own_traits(bound: Bound) -> str:
                 .replace("\\", "\\\\")
                 .replace('"', '\\"')
             )
-            lines.append(f'        if (!({text})) return "{literal}";')
+            told = " ".join(f'check::tell("{name}", {name});' for name in _named(bound, text))
+            told = f"if (check::why.empty()) {{ {told} }} " if told else ""
+            lines.append(f'        if (!({text})) {{ {told}return "{literal}"; }}')
         lines.append("        return nullptr;\n    }")
     if bound.threads:
         lines.append(f"    static int threads({params}) {{ {unused} return {bound.threads}; }}")
@@ -109,8 +119,25 @@ def _own_traits(bound: Bound) -> str:
     return "\n".join(lines)
 
 
+def _named(bound: Bound, condition: str) -> list[str]:
+    """The parameters that a requirement speaks of, in the order of the function's."""
+    words = set(re.findall(r"[A-Za-z_]\w*", condition))
+    return [p.name for p in bound.function.params if p.name in words]
+
+
 def _traits(bound: Bound) -> str:
     return f"ggml_cffi::traits<{_nonnull(bound):#x}ull, {_HOW[bound.guard]}>"
+
+
+def _invoker(binding: Binding, typedef: ir.Typedef) -> str:
+    """A function with an address of its own around a function pointer, for the guard."""
+    kind = invoker(binding, typedef)
+    arguments = ", ".join(p.name for p in kind.params[1:])
+    void = scalar_kind(binding.api, kind.returns) == "void"
+    return (
+        f"static {ir.declare(kind, f'ggml_cffi_raw_{typedef.name}')} "
+        f"{{ {'' if void else 'return '}function({arguments}); }}"
+    )
 
 
 def _macro(bound: Bound) -> str:

@@ -61,6 +61,6 @@ def _kind(binding: Binding, kind: CallbackKind, first_slot: int) -> str:
     returns = scalar_kind(binding.api, kind.type.returns)
     slots = {slot: first_slot + n for n, slot in enumerate(kind.slots)}
     return (
-        f"Kind({kind.userdata!r}, {tuple(converters)!r}, {returns!r}, {kind.threads!r}, "
+        f"Kind({kind.userdata!r}, {tuple(converters)!r}, {returns!r}, "
         f"{trampolines(kind)!r}, {slots!r}, {ir.declare(kind.type.returns)!r})"
     )

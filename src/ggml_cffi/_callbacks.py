@@ -52,11 +52,9 @@ _raised = _Raised()
 class Registration:
     """A Python function that C may call until `drop`."""
 
-    def __init__(self, kind: str, function: Any) -> None:
-        self.kind = kind
+    def __init__(self, function: Any) -> None:
         self.function = function
         self.number = next(_numbers)
-        self.thread = threading.get_ident()
         with _lock:
             _table[self.number] = self
 
@@ -103,7 +101,7 @@ class Attached:
             raise TypeError(
                 f"{where}: {name} must be a function or None, not {type(function).__name__}"
             )
-        registration = Registration(kind, function)
+        registration = Registration(function)
         self._new.append((registration, lifetime, owner, f"{where}.{name}"))
         facts: Kind = KINDS[kind]
         if slot is None:
@@ -377,7 +375,7 @@ _meta: dict[int, SplitFunction] = {}
 
 def new_split_callback(function: SplitFunction) -> tuple[Any, Any]:
     """The C function and the userdata through which ggml asks `function`; never reused."""
-    registration = Registration(_SPLIT, function)
+    registration = Registration(function)
     return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), registration.userdata
 
 

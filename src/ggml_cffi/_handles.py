@@ -55,7 +55,7 @@ class Borrowed(Generic[_Handle]):
     def __init__(self, handle: _Handle, keep: object = None) -> None:
         self._handle = handle
         self._address = address(handle)
-        self._keep = keep
+        self._keep = keep  # what the handle belongs to
 
     @property
     def handle(self) -> _Handle:

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from . import capi
 from ._handles import Handle
 from ._loader import LIBS, ffi, lib, library_files, load_backends
+from ._runtime import invoke
 from .device import Device, devices
 
 # The backends that this package is made for: the name in ggml's registry, that of the library, and
@@ -127,7 +128,7 @@ def features(registry: Handle) -> dict[str, str]:
     address = capi.ggml_backend_reg_get_proc_address(registry, "ggml_backend_get_features")
     if not address:
         return {}
-    feature = ffi.cast("ggml_backend_get_features_t", address)(registry)
+    feature = invoke("ggml_backend_get_features_t", address, registry)
     found = {}
     while feature and feature.name:  # the end is marked by one without a name
         found[_text(feature.name)] = _text(feature.value) if feature.value else ""

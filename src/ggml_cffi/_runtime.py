@@ -67,7 +67,6 @@ class Kind(NamedTuple):
     userdata: int | None
     converters: tuple[str, ...]
     returns: str
-    threads: str
     trampolines: tuple[str, ...]
     slots: Mapping[str, int]
     c_returns: str
@@ -429,7 +428,12 @@ def _by_pointer(value: object, ctype: Any) -> object:
 def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:
     """The exception for a call that did not come back well; the thread's error is consumed."""
     errno = ffi.errno
-    facts = spec(function)
+    return _failure(function, spec(function), values, errno, status)
+
+
+def _failure(
+    function: str, facts: Spec, values: tuple[Any, ...], errno: int, status: int | None = None
+) -> BaseException:
     kind = lib.ggml_cffi_error()
     message = _decode(lib.ggml_cffi_error_text())
     log = _decode(lib.ggml_cffi_error_log()).strip()
@@ -522,6 +526,16 @@ def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseE
 
 
 _CONTEXT = ffi.typeof("struct ggml_context *")
+
+
+def invoke(typedef: str, address: Any, *arguments: Any) -> Any:
+    """Call a C function that ggml handed out, guarded; `typedef` names its type in the headers."""
+    result = getattr(lib, f"ggml_cffi_invoke_{typedef}")(ffi.cast(typedef, address), *arguments)
+    if lib.ggml_cffi_error():
+        names = ("function", *(f"argument {i}" for i in range(1, len(arguments) + 1)))
+        facts = Spec(names, names, (), (), {}, "", "GGMLError", "", "number")
+        raise _failure(typedef, facts, (address, *arguments), 0)
+    return result
 
 
 def absent(function: str) -> Callable[..., NoReturn]:

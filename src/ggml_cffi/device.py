@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from . import capi
 from ._handles import Borrowed, Owned, raw
-from ._loader import ffi, lib
+from ._loader import lib
+from ._runtime import invoke
 from .capi import types
 from .enums import ggml_backend_dev_type
 
@@ -149,7 +150,7 @@ def set_n_threads(backend: Backend | types.ggml_backend, n_threads: int) -> None
             continue
         setter = capi.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")
         if setter:
-            ffi.cast("ggml_backend_set_n_threads_t", setter)(child, count)
+            invoke("ggml_backend_set_n_threads_t", setter, child, count)
             # an abort in a kernel can be survived with one thread only: the guard wants to know
             lib.ggml_cffi_note_threads(child, count)
 
