@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from _compute import Arena
 
 from ggml_cffi import capi
 from ggml_cffi.device import device
@@ -18,7 +19,7 @@ from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
 
 COUNTS = [int(n) for n in (os.environ.get("GGML_CFFI_TEST_META") or "2,3").split(",")]
-F32 = capi.GGML_TYPE_F32
+F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
 MIRRORED = SplitState.mirrored()
 
 
@@ -51,8 +52,13 @@ def run(
     build: Callable[..., Any],
     n_threads: int | None = None,
     fill: int = 0,
+    unread: tuple[str, ...] = (),
 ) -> np.ndarray:
-    """Allocate the weights on a device, compute `build(ctx, **tensors)` and read it."""
+    """Allocate the weights on a device, compute `build(ctx, **tensors)` and read it.
+
+    Where it is a list, all are computed, in this order, and the last one is read. The weights
+    `unread` cannot be read back.
+    """
     ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
     ctx_graph = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
     backend = target.init_backend(n_threads)
@@ -68,21 +74,26 @@ def run(
         for name, value in weights.items():
             w = value if isinstance(value, Weight) else weight(value)
             capi.ggml_backend_tensor_set(tensors[name], w.data, 0)
-            back = np.zeros_like(w.data)
-            capi.ggml_backend_tensor_get(tensors[name], back, 0)
-            np.testing.assert_array_equal(back, w.data)
+            if name not in unread:
+                back = np.zeros_like(w.data)
+                capi.ggml_backend_tensor_get(tensors[name], back, 0)
+                np.testing.assert_array_equal(back, w.data)
         for name, value in inputs.items():
-            shape = list(value.shape[::-1])
-            tensors[name] = capi.ggml_new_tensor(ctx_graph, F32, shape)
+            type_ = I32 if value.dtype.kind == "i" else F32
+            tensors[name] = capi.ggml_new_tensor(ctx_graph, type_, list(value.shape[::-1]))
             capi.ggml_set_input(tensors[name])
-        result = build(ctx_graph, **tensors)
+        built = build(ctx_graph, **tensors)
+        results = built if isinstance(built, list) else [built]
+        result = results[-1]
         graph = capi.ggml_new_graph(ctx_graph)
-        capi.ggml_build_forward_expand(graph, result)
+        for each in [*(tensors[name] for name in inputs), *results]:  # inputs without use, too
+            capi.ggml_build_forward_expand(graph, each)
         galloc = capi.ggml_gallocr_new(capi.ggml_backend_get_default_buffer_type(backend.handle))
         capi.ggml_gallocr_alloc_graph(galloc, graph)
         capi.ggml_backend_buffer_clear(result.buffer, fill)
         for name, value in inputs.items():
-            capi.ggml_backend_tensor_set(tensors[name], np.ascontiguousarray(value, np.float32), 0)
+            dtype = np.int32 if value.dtype.kind == "i" else np.float32
+            capi.ggml_backend_tensor_set(tensors[name], np.ascontiguousarray(value, dtype), 0)
         capi.ggml_backend_graph_compute(backend.handle, graph)
         ne = list(result.ne)
         out = np.full(ne[::-1], np.nan, np.float32)
@@ -129,6 +140,18 @@ def mended(ctx, w, x):
 def close(actual, expected, tolerance=1e-5):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def differs(actual, expected):
+    """A graph without its mend is wrong. If this fails, ggml has been mended: say so in META."""
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+def columns(ctx, tensor, width, start):
+    """A view of `width` elements of every row."""
+    offset = start * tensor.nb[0]
+    return capi.ggml_view_2d(ctx, tensor, width, tensor.ne[1], tensor.nb[1], offset)
 
 
 def silu(x):
@@ -247,26 +270,31 @@ def halves(total: int, n_devs: int) -> list[int]:
     return [total * j // n_devs - total * (j - 1) // n_devs for j in range(1, n_devs + 1)]
 
 
-def test_fused_qkv_with_three_segments(n_devs, rng):
-    """q, k and v of equal width, taken out of one product as views and read element by element."""
+@pytest.mark.parametrize("cut", ["three segments", "one segment", "segments of other ratios"])
+def test_fused_qkv(n_devs, rng, cut):
+    """q, k and v of equal width, taken out of one product as views and read element by element.
+
+    Views know nothing of the segments: each device has to hold the same share of all three.
+    """
     n, width, tokens = 10, 12, 5
     qkv, x = rng.standard_normal((3 * width, n)), rng.standard_normal((tokens, n))
-    state = SplitState.segments(1, [halves(width, n_devs)] * 3)
+    even = halves(width, n_devs)
+    more = [even[0] - 3, *even[1:-1], even[-1] + 3]
+    state = {
+        "three segments": SplitState.segments(1, [even] * 3),
+        "one segment": SplitState.split(1, halves(3 * width, n_devs)),
+        "segments of other ratios": SplitState.segments(1, [more, even, more[::-1]]),
+    }[cut]
 
     def build(ctx, qkv, x):
-        all_ = capi.ggml_mul_mat(ctx, qkv, x)
-        q, k, v = (
-            capi.ggml_cont(
-                ctx, capi.ggml_view_2d(ctx, all_, width, tokens, all_.nb[1], 4 * width * i)
-            )
-            for i in range(3)
-        )
+        fused = capi.ggml_mul_mat(ctx, qkv, x)
+        q, k, v = (capi.ggml_cont(ctx, columns(ctx, fused, width, width * i)) for i in range(3))
         return capi.ggml_add(ctx, capi.ggml_mul(ctx, q, k), capi.ggml_scale(ctx, v, 3.0))
 
     with spread(n_devs, {"qkv": state}) as meta:
         result = run(meta, {"qkv": qkv}, {"x": x}, build)
     q, k, v = np.split(x @ qkv.T, 3, axis=-1)
-    close(result, q * k + 3 * v)
+    (close if cut == "three segments" else differs)(result, q * k + 3 * v)
 
 
 def attention(q, k, v, n_heads, n_kv):
@@ -319,13 +347,15 @@ def test_grouped_query_attention(n_devs, rng, grouped):
     close(result, attention(q, k, v, n_heads, n_kv) @ out.T, 1e-4)
 
 
-def test_gate_and_up_in_one_weight(n_devs, rng):
-    """A fused gate/up: one segment that stands twice."""
+@pytest.mark.parametrize("nr", [2, 1])
+def test_gate_and_up_in_one_weight(n_devs, rng, nr):
+    """A fused gate/up: one segment that stands twice, not one of twice the width."""
     n, hidden, tokens = 10, 12, 4
     w, x = rng.standard_normal((2 * hidden, n)), rng.standard_normal((tokens, n))
     down = rng.standard_normal((n, hidden))
     ne = halves(hidden, n_devs)
-    states = {"w": SplitState.segments(1, [ne], nr=[2]), "down": SplitState.split(0, ne)}
+    fused = SplitState.segments(1, [[2 // nr * share for share in ne]], nr=[nr])
+    states = {"w": fused, "down": SplitState.split(0, ne)}
 
     def build(ctx, w, down, x):
         return mended(ctx, down, capi.ggml_swiglu(ctx, capi.ggml_mul_mat(ctx, w, x)))
@@ -333,7 +363,7 @@ def test_gate_and_up_in_one_weight(n_devs, rng):
     with spread(n_devs, states) as meta:
         result = run(meta, {"w": w, "down": down}, {"x": x}, build)
     gate, up = np.split(x @ w.T, 2, axis=-1)
-    close(result, (silu(gate) * up) @ down.T)
+    (close if nr == 2 else differs)(result, (silu(gate) * up) @ down.T)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -526,8 +556,7 @@ def test_a_product_whose_sum_ggml_puts_off(n_devs, rng, graph):
         wrong = run(meta, weights, inputs, lambda ctx, **t: build(ctx, False, **t))
         right = run(meta, weights, inputs, lambda ctx, **t: build(ctx, True, **t))
     close(right, expected)
-    # if this fails, ggml has been mended: say so in META
-    assert np.abs(wrong - expected).max() > 1e-2 * np.abs(expected).max()
+    differs(wrong, expected)
 
 
 def test_garbage_in_the_compute_buffer_and_an_empty_share(n_devs, rng):
@@ -543,3 +572,328 @@ def test_garbage_in_the_compute_buffer_and_an_empty_share(n_devs, rng):
     with spread(n_devs, states) as meta:
         assert np.isnan(run(meta, weights, inputs, build, fill=255)).any()
         close(run(meta, weights, inputs, build, fill=0), y)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_view_that_narrows_a_weight_along_its_cut(n_devs, rng, axis):
+    """Half of a cut weight: its halves have to be segments.
+
+    Along axis 1 ggml makes no view of a segmented weight: there the product is what is narrowed.
+    """
+    width, n = 12, 10
+    w, x = rng.standard_normal((2 * width, n)), rng.standard_normal((3, n))
+    weights, inputs, expected = {"w": w}, {"x": x}, x @ w[width:].T
+    if axis == 0:
+        weights, inputs, expected = {"w": w.T}, {}, w.T[:, width:] ** 2
+    whole = SplitState.split(axis, halves(2 * width, n_devs))
+    by_half = SplitState.segments(axis, [halves(width, n_devs)] * 2)
+
+    def narrow_weight(ctx, w, x=None):
+        if axis == 0:
+            return capi.ggml_sqr(ctx, columns(ctx, w, width, width))
+        half = capi.ggml_view_2d(ctx, w, n, width, w.nb[1], width * w.nb[1])
+        return capi.ggml_mul_mat(ctx, half, x)
+
+    def narrow_product(ctx, w, x):
+        return capi.ggml_cont(ctx, columns(ctx, capi.ggml_mul_mat(ctx, w, x), width, width))
+
+    with spread(n_devs, {"w": whole}) as meta:
+        differs(run(meta, weights, inputs, narrow_weight), expected)
+    with spread(n_devs, {"w": by_half}) as meta:
+        build = narrow_weight if axis == 0 else narrow_product
+        close(run(meta, weights, inputs, build), expected)
+
+
+@pytest.mark.parametrize("nr", [(1, 1), (2, 3)])
+def test_a_segmented_result_is_read_device_by_device(n_devs, rng, nr):
+    """ggml forgets the segments of a product: who reads it has to put it in order."""
+    ne = [[1, 3], [4, 2]] if n_devs == 2 else [[1, 0, 3], [2, 3, 1]]
+    w = rng.standard_normal((sum(sum(shares) * r for shares, r in zip(ne, nr, strict=True)), 10))
+    x = rng.standard_normal((3, 10))
+    order: list[list[int]] = [[] for _ in range(n_devs)]  # the weight's rows, by device
+    end = 0
+    for shares, times in zip(ne, nr, strict=True):
+        for device_, share in list(enumerate(shares)) * times:
+            order[device_] += range(end, end + share)
+            end += share
+    with spread(n_devs, {"w": SplitState.segments(1, ne, nr=nr)}) as meta:
+        read = run(meta, {"w": w}, {"x": x}, mul_mat)
+    differs(read, x @ w.T)
+    ordered = np.empty_like(read)
+    ordered[:, np.concatenate(order)] = read
+    close(ordered, x @ w.T)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def rope(x, n_dims):
+    """The first `n_dims` of the last axis turned in pairs, by the position along the first axis."""
+    angles = np.arange(len(x))[:, None, None] * 10000.0 ** (-np.arange(0, n_dims, 2) / n_dims)
+    a, b = x[..., :n_dims:2], x[..., 1:n_dims:2]
+    out = x.copy()
+    out[..., :n_dims:2] = a * np.cos(angles) - b * np.sin(angles)
+    out[..., 1:n_dims:2] = a * np.sin(angles) + b * np.cos(angles)
+    return out
+
+
+def turned(ctx, h, positions, n_dims):
+    return capi.ggml_rope(ctx, h, positions, n_dims, 0)
+
+
+def twice(ctx, h):
+    return capi.ggml_repeat_4d(ctx, h, 2 * h.ne[0], h.ne[1], h.ne[2], 1)
+
+
+ALONG_AXIS_0 = {  # in ggml and in NumPy
+    "soft_max": (capi.ggml_soft_max, softmax),
+    "repeat": (twice, lambda h: np.tile(h, 2)),
+    "rope": (lambda ctx, h, positions: turned(ctx, h, positions, 4), lambda h: rope(h, 4)),
+    "rope of all": (
+        lambda ctx, h, positions: turned(ctx, h, positions, h.ne[0]),
+        lambda h: rope(h, h.shape[-1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", ALONG_AXIS_0)
+def test_an_operation_along_a_cut_axis_0(n_devs, rng, op):
+    """Each device takes its share for the whole.
+
+    A row-parallel product with 1 makes the tensor whole; one head of several is whole anyhow.
+    """
+    in_ggml, in_numpy = ALONG_AXIS_0[op]
+    n, tokens = 24, 5
+    w, x = rng.standard_normal((n, 10)), rng.standard_normal((tokens, 10))
+    weights = {"w": w, "one": np.eye(n)}
+    inputs = {"x": x, "positions": np.arange(tokens)}
+
+    def result(mend, n_heads):
+        def build(ctx, w, one, x, positions):
+            h = capi.ggml_mul_mat(ctx, w, x)
+            if mend:
+                h = capi.ggml_mul_mat(ctx, one, h)
+            h = capi.ggml_reshape_3d(ctx, h, n // n_heads, n_heads, tokens)
+            return in_ggml(ctx, h, positions) if op.startswith("rope") else in_ggml(ctx, h)
+
+        return run(meta, weights, inputs, build, n_threads=1)
+
+    with spread(n_devs, by_ratio(w=1, one=0)) as meta:
+        expected = in_numpy((x @ w.T).reshape(tokens, 1, n)).squeeze()
+        if op == "rope of all":  # more dimensions to turn than a device has
+            with pytest.raises(AbortError, match="n_dims"):  # with RPC it would end the server
+                result(mend=False, n_heads=1)
+        else:
+            differs(result(mend=False, n_heads=1), expected)
+        close(result(mend=True, n_heads=1), expected)
+        by_head = in_numpy((x @ w.T).reshape(tokens, 6, n // 6))
+        close(result(mend=False, n_heads=6), by_head)
+
+
+@pytest.mark.parametrize("factors", [(6,), (2, 3), ()], ids=["one", "two", "none"])
+def test_a_partial_weight_goes_through_one_operation(n_devs, rng, factors):
+    """It is summed up after every operation that it goes through, and before none."""
+    bias, base = rng.standard_normal((4, 6)), rng.standard_normal((3, 1, 6))
+    ids = np.array([[2], [0], [2]])
+
+    def build(ctx, bias, base, ids):
+        for factor in factors:
+            bias = capi.ggml_scale(ctx, bias, factor)
+        return capi.ggml_add_id(ctx, base, bias, ids)
+
+    with spread(n_devs, {"bias": SplitState.partial(), "base": MIRRORED}) as meta:
+        result = run(meta, {"bias": bias, "base": base}, {"ids": ids}, build, unread=("bias",))
+    expected = base[:, 0] + np.prod(factors) * bias[ids[:, 0]]
+    (close if len(factors) == 1 else differs)(result, expected)
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_a_partial_bias_of_experts(n_devs, rng, mend):
+    """What a PARTIAL weight is for: a bias that is summed up along with the experts' products."""
+    n, hidden, n_experts = 6, 12, 4
+    w = {
+        "up": rng.standard_normal((n_experts, hidden, n)),
+        "down": rng.standard_normal((n_experts, n, hidden)),
+        "bias": rng.standard_normal((n_experts, n)),
+    }
+    x = rng.standard_normal((3, 1, n))
+    ids = np.array([[2, 1], [0, 3], [2, 0]])
+
+    def build(ctx, up, down, bias, x, ids):
+        h = capi.ggml_silu(ctx, capi.ggml_mul_mat_id(ctx, up, x, ids))
+        y = capi.ggml_add_id(ctx, capi.ggml_mul_mat_id(ctx, down, h, ids), bias, ids)
+        return capi.ggml_cont(ctx, y) if mend else y
+
+    shares = by_ratio(up=1, down=0)
+
+    def split(info, n):
+        return SplitState.partial() if info.name == "bias" else shares(info, n)
+
+    with spread(n_devs, split) as meta:
+        result = run(meta, w, {"x": x, "ids": ids}, build, unread=("bias",))
+    h = silu(np.einsum("tekn,tn->tek", w["up"][ids], x[:, 0]))
+    expected = np.einsum("tenk,tek->ten", w["down"][ids], h) + w["bias"][ids]
+    (close if mend else differs)(result, expected)
+
+
+@pytest.mark.parametrize("way", ["set_rows", "cpy", "in place"])
+@pytest.mark.parametrize("axis", [0, None], ids=["split", "mirrored"])
+def test_writing_into_a_static_tensor(n_devs, rng, way, axis):
+    """Over host memory ggml writes through a made-up address: refused. A copy can be written."""
+    cache, w = rng.standard_normal((8, 12)), rng.standard_normal((12, 10))
+    x, rows = rng.standard_normal((2, 10)), np.array([3, 4])
+
+    def build(ctx, mend, cache, w, x, rows):
+        values = capi.ggml_mul_mat(ctx, w, x)
+        if mend:
+            cache = capi.ggml_cont(ctx, cache)
+            capi.ggml_set_output(cache)
+        if way == "set_rows":
+            return capi.ggml_set_rows(ctx, cache, values, rows)
+        if way == "in place":
+            return capi.ggml_relu_inplace(ctx, cache)
+        view = capi.ggml_view_2d(ctx, cache, 12, 2, cache.nb[1], 3 * cache.nb[1])
+        return [capi.ggml_cpy(ctx, values, view), cache]
+
+    weights, inputs = {"cache": cache, "w": w}, {"x": x, "rows": rows}
+    with spread(n_devs, by_ratio(**({} if axis is None else {"cache": 0, "w": 1}))) as meta:
+        with pytest.raises(ValueError, match="static"):
+            run(meta, weights, inputs, lambda ctx, **t: build(ctx, False, **t))
+        result = run(meta, weights, inputs, lambda ctx, **t: build(ctx, True, **t))
+    expected = np.maximum(cache, 0) if way == "in place" else cache.copy()
+    if way != "in place":
+        expected[rows] = x @ w.T
+    close(result, expected)
+
+
+def test_copying_out_of_a_meta_device(n_devs, rng, cpu):
+    """ggml would read from a made-up address: refused. It goes by way of the host's memory."""
+    w = rng.standard_normal((4, 12), np.float32)
+    with (
+        spread(n_devs, by_ratio(w=0)) as meta,
+        meta.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+        Arena(cpu) as there,
+    ):
+        source, copy = arena.weight(12, 4, name="w"), there.weight(12, 4)
+        capi.ggml_backend_tensor_set(source, w, 0)
+        with pytest.raises(ValueError, match="can_copy"):
+            capi.ggml_backend_tensor_copy(source, copy)
+        through, back = np.empty_like(w), np.empty_like(w)
+        capi.ggml_backend_tensor_get(source, through, 0)
+        capi.ggml_backend_tensor_set(copy, through, 0)
+        capi.ggml_backend_tensor_get(copy, back, 0)
+    np.testing.assert_array_equal(back, w)
+
+
+# --- several graphs on the same weights
+
+
+def compute(target: Any, graph: Any, result: Any) -> np.ndarray:
+    """Compute on a backend, or on a new one of a device."""
+    if isinstance(target, MetaDevice):
+        with target.init_backend(1) as backend:
+            return compute(backend, graph, result)
+    capi.ggml_backend_graph_compute(target.handle, graph)
+    out = np.empty(list(result.ne)[::-1], np.float32)
+    capi.ggml_backend_tensor_get(result, out, 0)
+    return out.squeeze()
+
+
+@pytest.mark.parametrize("way", ["a backend each", "the largest first"])
+def test_graphs_of_different_sizes(n_devs, rng, way):
+    """A meta backend sizes its storage by the present graph. One that grows may end the process."""
+    n, hidden = 12, 24
+    up, down = rng.standard_normal((hidden, n)) / 3, rng.standard_normal((n, hidden)) / 4
+    x = rng.standard_normal((3, n))
+    sizes = [1, 4, 2, 3] if way == "a backend each" else [4, 1, 3, 2]
+    with (
+        spread(n_devs, by_ratio(up=1, down=0)) as meta,
+        meta.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        weights = arena.weight(n, hidden, name="up"), arena.weight(hidden, n, name="down")
+        for tensor, data in zip(weights, (up, down), strict=True):
+            capi.ggml_backend_tensor_set(tensor, data.astype(np.float32), 0)
+        for n_layers in sizes:
+            ctx, expected = arena.context(), x
+            first = result = arena.tensor(n, 3, ctx=ctx)
+            for _ in range(n_layers):
+                h = capi.ggml_silu(ctx, capi.ggml_mul_mat(ctx, weights[0], result))
+                result = mended(ctx, weights[1], h)
+                expected = silu(expected @ up.T) @ down.T
+            graph = arena.graph(ctx, result)
+            capi.ggml_backend_tensor_set(first, x.astype(np.float32), 0)
+            close(compute(meta if way == "a backend each" else backend, graph, result), expected)
+
+
+class Slices(Arena):
+    """Graphs that multiply a slice of one weight, given as a view, with another weight."""
+
+    def __init__(self, backend: Any, rng: np.random.Generator) -> None:
+        super().__init__(backend.handle)
+        ctx = self.context(1 << 10)
+        self.w = self.tensor(12, 20, name="w", ctx=ctx)
+        self.x = self.tensor(12, 3, name="x", ctx=ctx)
+        self.allocate(ctx)
+        w, x = rng.standard_normal((20, 12), np.float32), rng.standard_normal((3, 12), np.float32)
+        capi.ggml_backend_tensor_set(self.w, w, 0)
+        capi.ggml_backend_tensor_set(self.x, x, 0)
+        self.expected = [x @ rows.T for rows in np.split(w, 5)]
+
+    def slice(self, i: int, into: Arena | None = None) -> list[Any]:
+        """A view of slice `i`, what is computed of it in order, and last the graph."""
+        into = self if into is None else into
+        ctx = into.context()
+        view = capi.ggml_view_2d(ctx, self.w, 12, 4, self.w.nb[1], 4 * i * self.w.nb[1])
+        product = capi.ggml_mul_mat(ctx, view, self.x)
+        result = capi.ggml_cont(ctx, product)
+        return [view, product, result, into.graph(ctx, result)]
+
+
+def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
+    """Where others were allocated and computed in between, it has their views.
+
+    Over host memory that is no abort: it gives their result. Its tensors have to be initialised
+    again, in order.
+    """
+    with (
+        spread(n_devs, by_ratio(w=0, x=0)) as meta,
+        meta.init_backend(1) as backend,
+        Slices(backend, rng) as slices,
+    ):
+        made = []
+        for i in range(3):
+            made.append(slices.slice(i))
+            *_, result, graph = made[i]
+            close(compute(meta, graph, result), slices.expected[i])
+        *tensors, graph = made[0]
+        differs(compute(meta, graph, tensors[-1]), slices.expected[0])
+        for tensor in tensors:
+            capi.ggml_backend_buffer_init_tensor(tensor.buffer, tensor)
+        close(compute(meta, graph, tensors[-1]), slices.expected[0])
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_views_of_weights_in_many_graphs(n_devs, rng, mend):
+    """Each allocation takes from a pool that only a computation empties."""
+    with (
+        spread(n_devs, by_ratio(w=0, x=0)) as meta,
+        meta.init_backend(1) as backend,
+        Slices(backend, rng) as slices,
+    ):
+
+        def allocate_often():
+            for i in range(64):  # more than the pool has room for
+                with Arena(backend.handle) as arena:
+                    *_, result, graph = slices.slice(i % 5, arena)
+                    if mend:
+                        close(compute(backend, graph, result), slices.expected[i % 5])
+
+        if mend:
+            allocate_often()
+        else:
+            with pytest.raises(AbortError, match=r"ggml\.c"):
+                allocate_often()
