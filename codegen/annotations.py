@@ -28,7 +28,7 @@ THREADS = ("caller", "any")
 ERRORS = ("GGMLError", "NotSupportedError", "GGUFError", "MemoryError")
 
 _LISTS = ("nullable", "out", "unique", "writes", "require")
-_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults")
+_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "holds")
 _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
     "threads", "after",
@@ -36,7 +36,7 @@ _STRINGS = (
 _BOOLS = ("success",)
 KEYS = frozenset((*_LISTS, *_TABLES, *_STRINGS, *_BOOLS))
 _OF_PARAMETERS = frozenset(
-    ("nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",
+    ("holds", "nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",
      "defaults")
 )  # fmt: skip
 CALLBACK_KEYS = frozenset(("threads", "on_error", "used", "note"))
@@ -219,7 +219,7 @@ def _check_params(
     named: list[str] = []
     for key in _OF_PARAMETERS & set(table):
         named += [name for name in table[key] if not _is_field(function, name)]
-    for key in ("arrays", "buffers"):
+    for key in ("arrays", "buffers", "holds"):
         named += [v for v in table.get(key, {}).values() if isinstance(v, str)]
     for callback in table.get("callbacks", {}).values():
         named += [callback["userdata"]] if "userdata" in callback else []

@@ -41,6 +41,7 @@ class Arg:
     tag: str = ""
     size: str | None = None
     callback: Callback | None = None
+    holds: str | None = None  # the tensor whose numbers a buffer holds
     spread: bool = False  # a struct of parameters, by value and last: its fields are keywords
 
     @property
@@ -325,7 +326,12 @@ def _args(
         elif name in lengths:
             base["kind"] = "length"
         elif name in buffers:
-            base.update(kind="buffer", size=buffers[name], writes=name in table.get("writes", ()))
+            base.update(
+                kind="buffer",
+                size=buffers[name],
+                writes=name in table.get("writes", ()),
+                holds=table.get("holds", {}).get(name),
+            )
         elif isinstance(resolved, ir.Array) and resolved.size is not None:
             base.update(kind="array", length=resolved.size, element=resolved.of,
                         writes=name in table.get("writes", ()))  # fmt: skip

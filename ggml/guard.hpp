@@ -70,7 +70,7 @@ static thread_local thread_state state;
 // And what it needs when something went wrong, or in a computation.
 struct thread_details {
     std::string               message;
-    std::string               log;     // what ggml logged as an error during that call
+    std::string               log;     // what ggml complained of during that call
     std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
     std::vector<const void *> finished; // and that the last one that ended here had called
 };
@@ -520,7 +520,7 @@ static int ggml_cffi_error(void) { return ggml_cffi::state.kind; }
 static int ggml_cffi_error_index(void) { return ggml_cffi::state.index; }
 static const char * ggml_cffi_error_text(void) { return ggml_cffi::details().message.c_str(); }
 
-// What ggml logged as an error during this thread's last call, "" if nothing.
+// What ggml logged as an error or a warning during this thread's last call, "" if nothing.
 static const char * ggml_cffi_error_log(void) {
     ggml_cffi::thread_state & s = ggml_cffi::state;
     return s.log_serial == s.serial ? ggml_cffi::details().log.c_str() : "";
@@ -580,12 +580,13 @@ static void ggml_cffi_forget_buffer(struct ggml_context * context, struct ggml_b
 
 static void ggml_cffi_py_log(int level, const char * text);
 
-// ggml's log: errors are kept for the exception of the call that failed, all go to Python.
+// ggml's log: errors and warnings are kept for the exception of the call that failed, all go to
+// Python.
 static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) {
     ggml_cffi::thread_state & s = ggml_cffi::state;
     static thread_local bool error_line = false;
     if (level != GGML_LOG_LEVEL_CONT) {
-        error_line = level == GGML_LOG_LEVEL_ERROR;
+        error_line = level == GGML_LOG_LEVEL_ERROR || level == GGML_LOG_LEVEL_WARN;
     }
     if (error_line) {
         if (s.log_serial != s.serial) {

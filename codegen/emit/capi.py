@@ -247,10 +247,11 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
                 passed[arg.length] = count
         elif arg.kind == "buffer":
             size = arg.size or "None"
+            holds = f", holds={arg.holds}" if arg.holds else ""
             count = f"_n_{arg.c_name}"
             before.append(
                 f'_p_{arg.c_name}, {count} = _buffer({name}, {size}, "{bound.name}", "{name}", '
-                f"nullable={arg.nullable}, writes={arg.writes})"
+                f"nullable={arg.nullable}, writes={arg.writes}{holds})"
             )
             passed[arg.c_name] = (
                 f"_p_{arg.c_name}" if _is_void(binding, arg.type)

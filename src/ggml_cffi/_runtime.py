@@ -304,9 +304,19 @@ def length(function: str, arrays: tuple[tuple[str, object, int], ...]) -> int:
 
 
 def buffer(
-    value: Any, size: int | None, function: str, name: str, *, nullable: bool, writes: bool
+    value: Any,
+    size: int | None,
+    function: str,
+    name: str,
+    *,
+    nullable: bool,
+    writes: bool,
+    holds: Any = None,
 ) -> tuple[Any, int]:
-    """The address of a buffer, and how many bytes of it are meant."""
+    """The address of a buffer, and how many bytes of it are meant.
+
+    `holds`: the tensor whose numbers they are; a NumPy array must be of its type, or of bytes.
+    """
     if _is_null(value):
         if nullable:
             return NULL, size or 0
@@ -318,6 +328,8 @@ def buffer(
             raise TypeError(f"{name} is a bare pointer: the size must be given")
         return value, whole("size", size)
     _check_content(value, name)
+    if holds is not None and isinstance(value, np.ndarray):
+        _check_type(value.dtype, holds, name)
     try:
         view = ffi.from_buffer("char[]", value, require_writable=writes)
     except (TypeError, BufferError) as error:
@@ -339,6 +351,26 @@ def _check_content(value: Any, name: str) -> None:
             raise TypeError(f"{name} is a masked array; its mask would be lost")
     elif isinstance(value, memoryview) and "O" in value.format:
         raise TypeError(f"{name} is a buffer of Python objects")
+
+
+#: Which NumPy types hold a tensor's numbers as they are; of other types arrays hold raw bytes.
+_TENSOR_DTYPES = {
+    "F32": ("f4",), "F16": ("f2", "u2"), "BF16": ("u2",), "F64": ("f8",),
+    "I8": ("i1",), "I16": ("i2",), "I32": ("i4",), "I64": ("i8",),
+}  # fmt: skip
+_BY_TYPE = {getattr(lib, f"GGML_TYPE_{name}"): kinds for name, kinds in _TENSOR_DTYPES.items()}
+
+
+def _check_type(dtype: np.dtype[Any], tensor: Any, name: str) -> None:
+    """An array of another type than its tensor would be taken for garbage, without an error."""
+    if dtype.itemsize == 1 or dtype.kind == "V" or not (isinstance(tensor, _CData) and tensor):
+        return
+    if ffi.typeof(tensor) is not _TENSOR:
+        return  # cffi says what it is
+    wanted = _BY_TYPE.get(tensor.type, ())
+    if dtype.str[1:] not in wanted:
+        words = text(lib.ggml_type_name(tensor.type))
+        raise TypeError(f"{name} is an array of {dtype}, but the tensor is of type {words}")
 
 
 def _fitting(size: int | None, have: int, function: str, name: str) -> int:
@@ -442,7 +474,7 @@ def _failure(
         return _from_callback(function, facts, values)
     _callbacks_module().drop_raised()
     if kind == _ABORTED:
-        return _with_cause(_abort(function, message), values)
+        return _with_cause(_abort(function, message, log), values)
     if kind == _NULL_ARGUMENT:
         name = facts.c_args[lib.ggml_cffi_error_index()]
         return ValueError(f"{function}: {name} must not be NULL or None")
@@ -476,16 +508,15 @@ def _decode(value: Any) -> str:
     return text(value) or ""
 
 
-def _abort(function: str, message: str) -> errors.GGMLError:
+def _abort(function: str, message: str, log: str = "") -> errors.GGMLError:
     missing = _MISSING.search(message)
     if missing:
         return errors.NotSupportedError(
             f"{function}: the backend has no {missing.group(1)} ({message})"
         )
     place = _PLACE.match(message)
-    if place is None:
-        return errors.AbortError(message, function=function)
-    return errors.AbortError(message, place.group(1), int(place.group(2)), function)
+    file, line = (place.group(1), int(place.group(2))) if place else (None, None)
+    return errors.AbortError(message, file, line, function, log)
 
 
 def _status(function: str, status: int, log: str) -> errors.StatusError:
@@ -526,6 +557,7 @@ def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseE
 
 
 _CONTEXT = ffi.typeof("struct ggml_context *")
+_TENSOR = ffi.typeof("struct ggml_tensor *")
 
 
 def invoke(typedef: str, address: Any, *arguments: Any) -> Any:

@@ -8,10 +8,22 @@ made in it, is for one thread at a time. Every call releases the GIL.
 
 Where C takes an array and its length, Python gives a sequence; what C writes through a pointer is
 returned; a struct by value is made from keywords; a callback is a Python function.
+NumPy arrays that are written to a tensor, or read from one, must be of its type, or of raw bytes.
 `__coverage__` says what of the headers is bound.
+
+The last line of a docstring names the function's guard class: after an abort inside a ``throw``
+function everything goes on; inside a ``compute`` one too if a single thread computes, with more the
+process ends, with ggml's message and Python's traceback (docs/limits.md); a ``nothrow`` function
+frees, and what it could not free is lost.
 """
 
+# isort: off - what is written by hand stands for what is generated
 from ._family import *  # noqa: F403
 from ._gen.capi import *  # noqa: F403
 from ._gen.capi import __coverage__ as __coverage__
 from ._overrides import *  # noqa: F403
+
+# isort: on
+
+# For help(), which lists only these; type checkers read the imports.
+globals()["__all__"] = sorted(name for name in globals() if not name.startswith("_"))

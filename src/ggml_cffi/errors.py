@@ -20,8 +20,9 @@ class GGMLError(RuntimeError):
 class AbortError(GGMLError):
     """ggml would have ended the process; the process, and what the call was made on, go on.
 
-    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up
-    (None where the message does not say), ``function`` is the C function that was called.
+    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up (None
+    where the message does not say), ``function`` is the C function that was called, ``log`` what
+    ggml logged about it as a warning or an error meanwhile.
     """
 
     def __init__(
@@ -30,15 +31,18 @@ class AbortError(GGMLError):
         file: str | None = None,
         line: int | None = None,
         function: str | None = None,
+        log: str = "",
     ) -> None:
-        super().__init__(message)
+        text = f"{function}: {message}" if function else message
+        super().__init__(f"{text} ({log})" if log else text)
         self.message = message
         self.file = file
         self.line = line
         self.function = function
+        self.log = log
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.message, self.file, self.line, self.function)
+        return type(self), (self.message, self.file, self.line, self.function, self.log)
 
 
 class StatusError(GGMLError):
