@@ -11,7 +11,7 @@ w2 = rng.standard_normal((32, 256), np.float32)
 
 
 def split(info, n_devs):
-    """Give three quarters of each weight to the first device; asked for all that is allocated below."""
+    """Give three quarters of each weight to the first device; asked for all in `ctx` below."""
     if info.name == "w1":  # column-parallel: each device makes its part of the hidden layer ...
         return SplitState.by_ratio(info, axis=1, ratios=[3, 1])
     if info.name == "w2":  # row-parallel: ... and one addend of the result; ggml adds them up

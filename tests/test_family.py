@@ -359,7 +359,7 @@ def test_a_tensor_cannot_be_put_into_a_multi_buffer(arena, make):
 
 
 # fmt: off
-def test_the_lines_of_the_first_issue():
+def test_buffers_into_a_multi_buffer_as_they_stand():
     cpu = capi.ggml_backend_cpu_init()
     ctx1 = capi.ggml_init(mem_size=1024, no_alloc=True); ctx2 = capi.ggml_init(mem_size=2048, no_alloc=True)  # noqa: E501, E702
     a = capi.ggml_new_tensor_1d(ctx1, capi.GGML_TYPE_F32, 10); b = capi.ggml_new_tensor_1d(ctx2, capi.GGML_TYPE_F32, 20)  # noqa: E501, E702, F841

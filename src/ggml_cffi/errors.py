@@ -20,9 +20,9 @@ class GGMLError(RuntimeError):
 class AbortError(GGMLError):
     """ggml would have ended the process; the process, and what the call was made on, go on.
 
-    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up (None
-    where the message does not say), ``function`` is the C function that was called, ``log`` what
-    ggml logged about it as a warning or an error meanwhile.
+    ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up
+    (None where the message does not say), ``function`` is the C function that was called, ``log``
+    what ggml logged about it as a warning or an error meanwhile.
     """
 
     def __init__(

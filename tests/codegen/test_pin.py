@@ -128,8 +128,7 @@ def test_declared_exported_bound(prefix, need):
     from ggml_cffi import _loader, capi
     from ggml_cffi._gen import build_info
 
-    if prefix.version != build_info.GGML_VERSION:
-        pytest.skip(f"the package is built for ggml {build_info.GGML_VERSION}")
+    need(prefix.version == build_info.GGML_VERSION, "package built for the default ggml")
     api = codegen.read_api(prefix)
     declared = {name for name, f in api.functions.items() if f.where.header in HEADERS}
     assert len(declared) > 650
