@@ -111,16 +111,19 @@ def test_no_interrupt_is_lost_and_no_result_is_wrong(arena: Arena, cpu: Any) -> 
 
     interrupter = threading.Thread(target=interrupt)
     seen = computed = 0
-    while interrupter.is_alive() or not seen:
+    done = False
+    while not done:
         try:
             if interrupter.ident is None:
                 interrupter.start()
-            capi.ggml_backend_tensor_set(operand, np.full(8, computed, np.float32), 0)
-            capi.ggml_backend_graph_compute(cpu, graph)
-            got = np.empty(8, np.float32)
-            capi.ggml_backend_tensor_get(result, got, 0)
-            assert (got == computed + n_ops).all()
-            computed += 1
+            while interrupter.is_alive():
+                capi.ggml_backend_tensor_set(operand, np.full(8, computed, np.float32), 0)
+                capi.ggml_backend_graph_compute(cpu, graph)
+                got = np.empty(8, np.float32)
+                capi.ggml_backend_tensor_get(result, got, 0)
+                assert (got == computed + n_ops).all()
+                computed += 1
+            done = True
         except KeyboardInterrupt:
             seen += 1
             arrived.set()
