@@ -10,17 +10,19 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
 import nox
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-MAIN = "3.11"  # runs everything
 CORE = ("3.10", "3.13")  # run the core of the tests in CI
 BACKENDS = {"cpu": "", "meta2": "2", "meta3": "3"}  # how many devices a meta backend has
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
+# Runs everything; where there is no 3.11, and it need not be CI's, the Python that runs nox does.
+MAIN = "3.11" if CI or shutil.which("python3.11") else "{}.{}".format(*sys.version_info)
+PYTHONS = tuple(dict.fromkeys(("3.10", "3.11", "3.12", "3.13", MAIN)))
 # A file goes to one process as a whole, for what its tests share; the slowest comes first.
 PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 

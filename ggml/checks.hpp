@@ -779,13 +779,13 @@ inline const kernel kernels[] = {
                      /* also: */ even_rows(s[0])),
     GGML_CFFI_KERNEL("SILU_BACK", 2, is_f32_or_f16(s[0]) &&
                      /* also: */ s[0]->type == s[1]->type && even_rows(s[0]) && even_rows(s[1])),
-    GGML_CFFI_KERNEL("NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0 &&
+    GGML_CFFI_KERNEL("NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0),
                      /* also: */ dense_row(s[0])),
     GGML_CFFI_KERNEL("RMS_NORM", 1, packed_f32(s[0]) && float_param(n, 0) >= 0),
     GGML_CFFI_KERNEL("RMS_NORM_BACK", 2, packed_f32(s[0]) && packed(s[1]) &&
                      /* also: */ is_f32(s[1])),
     GGML_CFFI_KERNEL("GROUP_NORM", 1, packed_f32(s[0])),
-    GGML_CFFI_KERNEL("L2_NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0 &&
+    GGML_CFFI_KERNEL("L2_NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0),
                      /* also: */ dense_row(s[0])),
     GGML_CFFI_KERNEL("MUL_MAT", 2, multiplies(s[0], s[1], n)),
     GGML_CFFI_KERNEL("MUL_MAT_ID", 3, multiplies(s[0], s[1], n)),
