@@ -21,6 +21,8 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 GGML = ROOT / "ggml"
+#: The C++ around every call, in this order.
+CPP = ("checks.hpp", "memory.hpp", "guard.hpp")
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,7 @@ def generate(prefix: Prefix, outdir: Path, *, compiler: str | None = None) -> Ge
             binding,
             header_names(prefix),
             (GGML / "supplement.h").read_text(encoding="utf-8"),
-            "".join(
-                (GGML / name).read_text(encoding="utf-8") for name in ("checks.hpp", "guard.hpp")
-            ),
+            "".join((GGML / name).read_text(encoding="utf-8") for name in CPP),
         ),
         python_files=written,
         libraries=sorted({b.library for b in binding.bound}, key=_link_order),

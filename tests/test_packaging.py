@@ -160,6 +160,7 @@ def test_sdist(sdist: Path) -> None:
         "ggml/annotations/rules.toml",
         "ggml/guard.hpp",
         "ggml/checks.hpp",
+        "ggml/memory.hpp",
         "ggml/pin.toml",
         "pyproject.toml",
         "setup.py",
