@@ -131,7 +131,8 @@ inline size_t extent(ggml_type type, const int64_t (&ne)[4], const size_t (&nb)[
         if (ne[i] <= 0) {
             return 0;
         }
-        if (__builtin_mul_overflow((size_t) (ne[i] - 1), nb[i], &step) || __builtin_add_overflow(end, step, &end)) {
+        if (__builtin_mul_overflow((size_t) (ne[i] - 1), nb[i], &step) ||
+        __builtin_add_overflow(end, step, &end)) {
             return SIZE_MAX;
         }
     }
@@ -149,12 +150,14 @@ inline bool view(const ggml_tensor * a, size_t offset, int64_t ne0, int64_t ne1 
     const size_t bytes = extent(a->type, ne, nb);
     const size_t room = ggml_nbytes(a->view_src ? a->view_src : a);
     size_t start;
-    return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room && bytes <= room - start);
+    return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room &&
+        bytes <= room - start);
 }
 
 // The region of `a` that ggml_set and ggml_acc write `b` to: `a` as contiguous memory, strides and
 // offset stored as 32-bit numbers.
-inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset) {
+inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3,
+    size_t offset) {
     const int64_t ne[4] = { b->ne[0], b->ne[1], b->ne[2], b->ne[3] };
     const size_t nb[4] = { 0, nb1, nb2, nb3 };
     const size_t bytes = extent(a->type, ne, nb);
@@ -354,7 +357,8 @@ inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
     if (in_meta_buffer(t) && !is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend)))) {
         return false;
     }
-    return ggml_backend_supports_buft(backend, buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
+    return ggml_backend_supports_buft(backend,
+        buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
 }
 
 inline bool no_kernel(const ggml_tensor * t) {
@@ -586,7 +590,8 @@ inline bool adds(const ggml_tensor * a, const ggml_tensor * b, const ggml_tensor
 
 inline bool adds_one(const ggml_tensor * a, const ggml_tensor * one, const ggml_tensor * to) {
     if (ggml_is_quantized(a->type)) {
-        return is_f32(one) && has_to_float(a->type) && has_from_float(a->type) && a->ne[3] == 1 && packed(a) && ordered(to);
+        return is_f32(one) && has_to_float(a->type) && has_from_float(a->type) && a->ne[3] == 1 && packed(a) &&
+            ordered(to);
     }
     return is_float(a) && (is_f32(one) || one->type == a->type) && packed(a, to);
 }
@@ -614,7 +619,8 @@ inline bool dot_type(const ggml_tensor * a, const ggml_tensor * b) {
 }
 
 inline bool multiplies(const ggml_tensor * a, const ggml_tensor * b, const ggml_tensor * to) {
-    if (to->op == GGML_OP_MUL_MAT && to->op_params[1] == 1) { // with a hint that it is a Hadamard matrix it is not looked at
+    if (to->op == GGML_OP_MUL_MAT &&
+    to->op_params[1] == 1) { // with a hint that it is a Hadamard matrix it is not looked at
         return packed_f32(b) && to->ne[0] == b->ne[0] && (b->ne[0] & (b->ne[0] - 1)) == 0;
     }
     return has_dot_product(a) && dot_type(a, b) && packed(a, b);
@@ -637,10 +643,12 @@ inline bool masks(const ggml_tensor * a, const ggml_tensor * to) {
            (to->ne[3] == 1 || to->nb[3] == to->nb[2] * to->ne[2]);
 }
 
-inline bool rotates(const ggml_tensor * a, const ggml_tensor * positions, const ggml_tensor * factors, const ggml_tensor * to) {
+inline bool rotates(const ggml_tensor * a, const ggml_tensor * positions, const ggml_tensor * factors,
+    const ggml_tensor * to) {
     const int32_t * p = to->op_params;
     const int32_t   n_dims = p[1], mode = p[2];
-    if (!is_f32_or_f16(a) || !packed(a, to) || positions->type != GGML_TYPE_I32 || !dense_row(positions) || to->ne[0] % 2 ||
+    if (!is_f32_or_f16(a) || !packed(a, to) || positions->type != GGML_TYPE_I32 || !dense_row(positions) ||
+    to->ne[0] % 2 ||
         !rope_dims(to, n_dims, mode) || !rope_sections(p + 11, mode)) {
         return false;
     }
@@ -669,18 +677,20 @@ inline bool convolves_back(const ggml_tensor * kernel, const ggml_tensor * data)
     return is_f32_or_f16(kernel) && is_f32(data) && packed(kernel, data);
 }
 
+// The rows of all planes follow one another, as do the elements of a row.
+inline bool rows(const ggml_tensor * t) {
+    return ggml_is_contiguous_1(t);
+}
+
 inline bool unary(const ggml_tensor * a, const ggml_tensor * to) {
     switch (ggml_get_unary_op(to)) {
         case GGML_UNARY_OP_GELU: case GGML_UNARY_OP_GELU_ERF: case GGML_UNARY_OP_GELU_QUICK: case GGML_UNARY_OP_SILU:
             return is_f32_or_f16(a) && to->type == a->type && dense_row(a) && dense_row(to);
+        case GGML_UNARY_OP_XIELU:
+            return maps(a, to) && rows(a) && rows(to);
         default:
             return maps(a, to);
     }
-}
-
-// `rows`: the elements of a row and the rows of a plane follow one another.
-inline bool rows(const ggml_tensor * t) {
-    return ggml_is_contiguous_1(t);
 }
 
 inline bool gates(const ggml_tensor * a, const ggml_tensor * b, const ggml_tensor * to) {
@@ -692,7 +702,8 @@ inline bool gates(const ggml_tensor * a, const ggml_tensor * b, const ggml_tenso
 
 inline bool attends(const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v, const ggml_tensor * sinks,
                     const ggml_tensor * to) {
-    return is_f32(q) && packed(q, k, v) && has_dot_product(k) && dot_type(k, q) && (is_float(v) || (ggml_is_quantized(v->type) && has_to_float(v->type))) &&
+    return is_f32(q) && packed(q, k, v) && has_dot_product(k) && dot_type(k, q) && (is_float(v) ||
+        (ggml_is_quantized(v->type) && has_to_float(v->type))) &&
            (to->op_params[3] == 0 || to->op_params[3] == 10) && (!sinks || dense_row(sinks));
 }
 
@@ -701,7 +712,8 @@ inline bool convolves_depthwise(const ggml_tensor * result, const ggml_tensor * 
         return false;
     }
     return ggml_is_contiguous(data) ? ggml_is_contiguous(kernel) && ggml_is_contiguous(result)
-                                    : ggml_is_contiguous_channels(data) && channels_first(data, 2) && channels_first(kernel, 3) &&
+                                    : ggml_is_contiguous_channels(data) && channels_first(data, 2) &&
+                                    channels_first(kernel, 3) &&
                                           kernel->nb[0] >= kernel->nb[2] && kernel->nb[1] >= kernel->nb[0];
 }
 
@@ -749,10 +761,13 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("SUB", 2, combines(s[0], s[1], n)),
     GGML_CFFI_KERNEL("MUL", 2, combines(s[0], s[1], n)),
     GGML_CFFI_KERNEL("DIV", 2, combines(s[0], s[1], n)),
-    GGML_CFFI_KERNEL("ADD_ID", 3, packed_f32(s[0]) && packed_f32(s[1]) && packed_f32(n) && typed(s[2], GGML_TYPE_I32)),
+    GGML_CFFI_KERNEL("ADD_ID", 3, packed_f32(s[0]) && packed_f32(s[1]) && packed_f32(n) &&
+                     typed(s[2], GGML_TYPE_I32)),
     GGML_CFFI_KERNEL("ADD1", 2, adds_one(s[0], s[1], n)),
-    GGML_CFFI_KERNEL("ACC", 2, is_f32(s[0]) && packed_f32(s[1]) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(n) && writes_inside(n, s[1], 1)),
-    GGML_CFFI_KERNEL("SET", 2, typed(s[0], GGML_TYPE_F32, GGML_TYPE_I32) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(n) && packed(s[1]) && writes_inside(n, s[1], 0) &&
+    GGML_CFFI_KERNEL("ACC", 2, is_f32(s[0]) && packed_f32(s[1]) && ggml_is_contiguous(s[0]) &&
+                     ggml_is_contiguous(n) && writes_inside(n, s[1], 1)),
+    GGML_CFFI_KERNEL("SET", 2, typed(s[0], GGML_TYPE_F32, GGML_TYPE_I32) && ggml_is_contiguous(s[0]) &&
+                     ggml_is_contiguous(n) && packed(s[1]) && writes_inside(n, s[1], 0) &&
                      /* also: */ s[1]->type == n->type),
     GGML_CFFI_KERNEL("SQR", 1, maps(s[0], n)),
     GGML_CFFI_KERNEL("SQRT", 1, maps(s[0], n)),
@@ -772,7 +787,8 @@ inline const kernel kernels[] = {
     // it counts rows through with the wrong extents
     GGML_CFFI_KERNEL("COUNT_EQUAL", 2, typed(s[0], GGML_TYPE_I32) && typed(s[1], GGML_TYPE_I32) &&
                      /* also: */ s[0]->ne[3] == 1 && (s[0]->ne[2] == 1 || s[0]->ne[2] == s[0]->ne[1])),
-    GGML_CFFI_KERNEL("REPEAT", 1, typed(s[0], GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_I16, GGML_TYPE_I32) && packed(s[0])),
+    GGML_CFFI_KERNEL("REPEAT", 1, typed(s[0], GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_I16,
+                     GGML_TYPE_I32) && packed(s[0])),
     GGML_CFFI_KERNEL("REPEAT_BACK", 1, packed_f32(s[0])),
     GGML_CFFI_KERNEL("CONCAT", 2, !ggml_is_quantized(s[0]->type) || packed(s[0], s[1])),
     GGML_CFFI_KERNEL("LEAKY_RELU", 1, is_f32_or_f16(s[0]) &&
@@ -780,13 +796,11 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("SILU_BACK", 2, is_f32_or_f16(s[0]) &&
                      /* also: */ s[0]->type == s[1]->type && even_rows(s[0]) && even_rows(s[1])),
     GGML_CFFI_KERNEL("NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0),
-                     /* also: */ dense_row(s[0])),
     GGML_CFFI_KERNEL("RMS_NORM", 1, packed_f32(s[0]) && float_param(n, 0) >= 0),
     GGML_CFFI_KERNEL("RMS_NORM_BACK", 2, packed_f32(s[0]) && packed(s[1]) &&
                      /* also: */ is_f32(s[1])),
     GGML_CFFI_KERNEL("GROUP_NORM", 1, packed_f32(s[0])),
     GGML_CFFI_KERNEL("L2_NORM", 1, is_f32(s[0]) && float_param(n, 0) >= 0),
-                     /* also: */ dense_row(s[0])),
     GGML_CFFI_KERNEL("MUL_MAT", 2, multiplies(s[0], s[1], n)),
     GGML_CFFI_KERNEL("MUL_MAT_ID", 3, multiplies(s[0], s[1], n)),
     GGML_CFFI_KERNEL("OUT_PROD", 2, multiplies_out(s[0], s[1], n)),
@@ -803,21 +817,25 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("DIAG_MASK_ZERO", 1, masks(s[0], n)),
     GGML_CFFI_KERNEL("SOFT_MAX", 1, is_f32(s[0]) &&
                      /* also: */ (!s[2] || dense_row(s[2]))),
-    GGML_CFFI_KERNEL("SOFT_MAX_BACK", 2, is_f32(s[0]) && float_param(n, 1) == 0 && ggml_is_contiguous(s[0]) && ggml_is_contiguous(s[1]) && ggml_is_contiguous(n) &&
+    GGML_CFFI_KERNEL("SOFT_MAX_BACK", 2, is_f32(s[0]) && float_param(n, 1) == 0 && ggml_is_contiguous(s[0]) &&
+                     ggml_is_contiguous(s[1]) && ggml_is_contiguous(n) &&
                      /* also: */ is_f32(s[1]) && even_rows(s[0]) && even_rows(s[1])),
     GGML_CFFI_KERNEL("CLAMP", 1, is_f32_or_f16(s[0]) && packed(s[0], n) &&
                      /* also: */ even_rows(s[0])),
     GGML_CFFI_KERNEL("ROPE", 2, rotates(s[0], s[1], s[2], n)),
     GGML_CFFI_KERNEL("ROPE_BACK", 2, rotates(s[0], s[1], s[2], n)),
-    GGML_CFFI_KERNEL("IM2COL", 2, is_f32_or_f16(n) && (is_f32(s[1]) || (s[1]->type == GGML_TYPE_F16 && n->type == GGML_TYPE_F16)) && packed(s[1]) &&
+    GGML_CFFI_KERNEL("IM2COL", 2, is_f32_or_f16(n) && (is_f32(s[1]) || (s[1]->type == GGML_TYPE_F16 &&
+                     n->type == GGML_TYPE_F16)) && packed(s[1]) &&
                      /* also: */ (n->op_params[6] == 1 ? dense_plane(s[1]) : dense_row(s[1])) && permutable(s[1])),
     GGML_CFFI_KERNEL("IM2COL_BACK", 2, is_f32(s[0]) && is_f32_or_f16(s[1])),
     GGML_CFFI_KERNEL("IM2COL_3D", 2, is_f32_or_f16(n) && packed_f32(s[1])),
     GGML_CFFI_KERNEL("COL2IM_1D", 1, is_float(s[0]) && ggml_is_contiguous(s[0])),
-    GGML_CFFI_KERNEL("CONV_TRANSPOSE_1D", 2, convolves_back(s[0], s[1]) && s[0]->ne[3] == 1 && s[1]->ne[2] == 1 && s[1]->ne[3] == 1),
+    GGML_CFFI_KERNEL("CONV_TRANSPOSE_1D", 2, convolves_back(s[0], s[1]) && s[0]->ne[3] == 1 &&
+                     s[1]->ne[2] == 1 && s[1]->ne[3] == 1),
     GGML_CFFI_KERNEL("CONV_2D", 2, convolves(s[0], s[1], s[0]->ne[0] * s[0]->ne[1] * s[0]->ne[2], s[0]->ne[3]) &&
                      /* also: */ is_f32(n)),
-    GGML_CFFI_KERNEL("CONV_3D", 2, convolves(s[0], s[1], s[0]->ne[0] * s[0]->ne[1] * s[0]->ne[2] * n->op_params[9], n->op_params[11])),
+    GGML_CFFI_KERNEL("CONV_3D", 2, convolves(s[0], s[1],
+                     s[0]->ne[0] * s[0]->ne[1] * s[0]->ne[2] * n->op_params[9], n->op_params[11])),
     GGML_CFFI_KERNEL("CONV_2D_DW", 2, convolves_depthwise(n, s[0], s[1])),
     GGML_CFFI_KERNEL("CONV_TRANSPOSE_2D", 2, convolves_back(s[0], s[1]) &&
                      /* also: */ dense_plane(s[0]) && s[1]->ne[3] == 1),
@@ -825,8 +843,10 @@ inline const kernel kernels[] = {
                      /* also: */ is_f32_or_f16(s[0]) && even_rows(s[0])),
     GGML_CFFI_KERNEL("POOL_2D", 1, (n->op_params[0] == GGML_OP_POOL_MAX || n->op_params[0] == GGML_OP_POOL_AVG) &&
                      /* also: */ is_f32_or_f16(s[0]) && planes(s[0])),
-    GGML_CFFI_KERNEL("POOL_2D_BACK", 2, (n->op_params[0] == GGML_OP_POOL_MAX || n->op_params[0] == GGML_OP_POOL_AVG) &&
-                     /* also: */ all_f32(s[0], s[1]) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(s[1]) && ggml_are_same_shape(s[1], n)),
+    GGML_CFFI_KERNEL("POOL_2D_BACK", 2, (n->op_params[0] == GGML_OP_POOL_MAX ||
+                     n->op_params[0] == GGML_OP_POOL_AVG) &&
+                     /* also: */ all_f32(s[0], s[1]) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(s[1]) &&
+                                ggml_are_same_shape(s[1], n)),
     GGML_CFFI_KERNEL("UPSCALE", 1, scales_up(n, s[0])),
     GGML_CFFI_KERNEL("PAD", 1, is_f32(s[0])),
     GGML_CFFI_KERNEL("ROLL", 1, is_f32(s[0])),
@@ -839,9 +859,11 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("TOP_K", 1, is_f32(s[0]) &&
                      /* also: */ even_rows(s[0])),
     GGML_CFFI_KERNEL("FLASH_ATTN_EXT", 3, attends(s[0], s[1], s[2], s[4], n)),
-    GGML_CFFI_KERNEL("SSM_CONV", 2, packed_f32(s[0]) && packed(s[1]) && s[0]->nb[1] == s[0]->ne[0] * sizeof(float) &&
+    GGML_CFFI_KERNEL("SSM_CONV", 2, packed_f32(s[0]) && packed(s[1]) &&
+                     s[0]->nb[1] == s[0]->ne[0] * sizeof(float) &&
                      /* also: */ is_f32(s[1]) && ggml_is_contiguous(s[1])),
-    GGML_CFFI_KERNEL("SSM_SCAN", 7, packed(s[0], s[1], s[2], s[3], s[4], s[5], s[6]) && s[1]->ne[1] % s[4]->ne[1] == 0 &&
+    GGML_CFFI_KERNEL("SSM_SCAN", 7, packed(s[0], s[1], s[2], s[3], s[4], s[5], s[6]) &&
+                     s[1]->ne[1] % s[4]->ne[1] == 0 &&
                      /* also: */ all_f32(s[0], s[1], s[2], s[3], s[4], s[5]) && plain_strides(s[0])),
     GGML_CFFI_KERNEL("WIN_PART", 1, is_f32(s[0]) &&
                      /* also: */ ggml_is_contiguous(s[0])),
@@ -855,17 +877,23 @@ inline const kernel kernels[] = {
     GGML_CFFI_KERNEL("RWKV_WKV7", 3, is_f32(s[0]) &&
                      /* also: */ s[2]->ne[0] % vector_step() == 0),
     GGML_CFFI_KERNEL("SOLVE_TRI", 2, all_f32(s[0], s[1])),
-    GGML_CFFI_KERNEL("GATED_DELTA_NET", 6, is_f32(s[0]) && ggml_is_contiguous_rows(s[0]) && ggml_is_contiguous_rows(s[1]) && ggml_is_contiguous_rows(s[2]) && ggml_is_contiguous(s[3]) && ggml_is_contiguous(s[4]) && ggml_is_contiguous(s[5])),
-    GGML_CFFI_KERNEL("LIGHTNING_INDEXER", 4, packed_f32(s[0]) && packed(s[1]) && has_rows(s[1]) && s[1]->type != GGML_TYPE_I32 && packed_f32(s[2]) && s[3]->type == GGML_TYPE_F16 && packed(s[3])),
+    GGML_CFFI_KERNEL("GATED_DELTA_NET", 6, is_f32(s[0]) && ggml_is_contiguous_rows(s[0]) &&
+                     ggml_is_contiguous_rows(s[1]) && ggml_is_contiguous_rows(s[2]) &&
+                     ggml_is_contiguous(s[3]) && ggml_is_contiguous(s[4]) && ggml_is_contiguous(s[5])),
+    GGML_CFFI_KERNEL("LIGHTNING_INDEXER", 4, packed_f32(s[0]) && packed(s[1]) && has_rows(s[1]) &&
+                     s[1]->type != GGML_TYPE_I32 && packed_f32(s[2]) && s[3]->type == GGML_TYPE_F16 &&
+                     packed(s[3])),
     GGML_CFFI_KERNEL("DSV4_HC_COMB", 3, all_f32(s[0], s[1], s[2]) && n->op_params[1] > 0),
     GGML_CFFI_KERNEL("DSV4_HC_PRE", 2, all_f32(s[0], s[1])),
     GGML_CFFI_KERNEL("DSV4_HC_POST", 4, all_f32(s[0], s[1], s[2], s[3])),
     GGML_CFFI_KERNEL("CROSS_ENTROPY_LOSS", 2, packed_f32(s[0]) && packed_f32(s[1]) &&
                      /* also: */ even_rows(s[0]) && even_rows(s[1])),
-    GGML_CFFI_KERNEL("CROSS_ENTROPY_LOSS_BACK", 3, is_f32(s[0]) && ggml_is_contiguous(s[0]) && ggml_is_contiguous(s[1]) && ggml_is_contiguous(s[2]) &&
+    GGML_CFFI_KERNEL("CROSS_ENTROPY_LOSS_BACK", 3, is_f32(s[0]) && ggml_is_contiguous(s[0]) &&
+                     ggml_is_contiguous(s[1]) && ggml_is_contiguous(s[2]) &&
                      /* also: */ all_f32(s[1], s[2]) && even_rows(s[1]) && even_rows(s[2])),
     GGML_CFFI_KERNEL("OPT_STEP_ADAMW", 5, packed_f32(s[0]) &&
-                     /* also: */ same_strides(s[0], s[1]) && same_strides(s[0], s[2]) && same_strides(s[0], s[3]) && ggml_is_contiguous(s[4])),
+                     /* also: */ same_strides(s[0], s[1]) && same_strides(s[0], s[2]) &&
+                                same_strides(s[0], s[3]) && ggml_is_contiguous(s[4])),
     GGML_CFFI_KERNEL("OPT_STEP_SGD", 3, packed_f32(s[0]) &&
                      /* also: */ same_strides(s[0], s[1]) && ggml_is_contiguous(s[2])),
 };
@@ -1026,7 +1054,8 @@ inline bool some_device_can(ggml_cgraph * graph) {
         bool can = cpu_takes(node);
         for (size_t i = 0; !can && i < ggml_backend_dev_count(); ++i) {
             ggml_backend_dev_t device = ggml_backend_dev_get(i);
-            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU && ggml_backend_dev_supports_op(device, node);
+            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU &&
+            ggml_backend_dev_supports_op(device, node);
         }
         if (!can) {
             return no_kernel_for(node);
@@ -1097,7 +1126,8 @@ inline index_use index_use_of(const ggml_tensor * node) {
 }
 
 inline bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE ||
+        t->op == GGML_OP_TRANSPOSE;
 }
 
 // Where the same numbers are already now, if the tensor is but a copy of others or has them in
@@ -1139,7 +1169,8 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
     std::vector<index_use> uses;
     for (const ggml_tensor * node : computed_nodes(graph)) {
         index_use use = index_use_of(node);
-        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 && use.ids->type != GGML_TYPE_I64)) {
+        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 &&
+        use.ids->type != GGML_TYPE_I64)) {
             continue;
         }
         use.ids = copied_from(use.ids);
@@ -1181,7 +1212,8 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
         } else if (!data || !data_in_host_memory(root)) {
             continue;
         }
-        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data))) {
+        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use,
+        data))) {
             return false;
         }
     }

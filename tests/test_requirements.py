@@ -15,6 +15,7 @@ from _compute import F32, Arena
 
 from ggml_cffi import capi
 from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
+from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
 
 pytestmark = pytest.mark.filterwarnings(
@@ -471,6 +472,44 @@ COMPUTED = [
         lambda t: hinted(t, t(2, 2, data=[1, 1, 1, -1])),
         lambda h, b: b @ h.T / np.sqrt(2),
     ),
+    Case(
+        "mul_mat:a transposed second matrix",
+        lambda t: capi.ggml_mul_mat(t.ctx, t(4, 8), capi.ggml_transpose(t.ctx, t(8, 4))),
+        lambda t: capi.ggml_mul_mat(
+            t.ctx, t(4, 8), capi.ggml_cont(t.ctx, capi.ggml_transpose(t.ctx, t(8, 4)))
+        ),
+        lambda a, b: b.T @ a.T,
+    ),
+    Case(
+        "add:transposed",
+        lambda t: capi.ggml_add(t.ctx, capi.ggml_transpose(t.ctx, t(4, 8)), t(8, 4)),
+        lambda t: capi.ggml_add(t.ctx, t(8, 4), capi.ggml_transpose(t.ctx, t(4, 8))),
+        lambda a, b: a + b.T,
+    ),
+    Case(
+        "rms_norm:transposed",
+        lambda t: capi.ggml_rms_norm(t.ctx, capi.ggml_transpose(t.ctx, t(8, 5)), 0),
+        lambda t: capi.ggml_rms_norm(t.ctx, t.permuted(8, 5, 3), 0),
+        lambda a: a.swapaxes(1, 2) / np.sqrt((a.swapaxes(1, 2) ** 2).mean(-1, keepdims=True)),
+    ),
+    Case(
+        "sum_rows:transposed",
+        lambda t: capi.ggml_sum_rows(t.ctx, capi.ggml_transpose(t.ctx, t(8, 5))),
+        lambda t: capi.ggml_sum_rows(t.ctx, t.permuted(8, 5, 3)),
+        lambda a: a.swapaxes(1, 2).sum(-1, keepdims=True),
+    ),
+    Case(
+        "repeat:transposed",
+        lambda t: capi.ggml_repeat_4d(t.ctx, capi.ggml_transpose(t.ctx, t(8, 4)), 4, 16, 1, 1),
+        lambda t: capi.ggml_repeat_4d(t.ctx, t(4, 8), 4, 16, 1, 1),
+        lambda a: np.concatenate([a, a]),
+    ),
+    Case(
+        "sqr:transposed",
+        lambda t: capi.ggml_sqr(t.ctx, capi.ggml_transpose(t.ctx, t(8, 4))),
+        lambda t: capi.ggml_sqr(t.ctx, t.permuted(8, 4, 3)),
+        lambda a: a.swapaxes(1, 2) ** 2,
+    ),
 ]
 
 
@@ -570,6 +609,202 @@ def test_scaling_stays_inside(bench: Bench) -> None:
             bench.ctx, bench(3, 1), n, 1, 1, 1, ggml_scale_mode.GGML_SCALE_MODE_NEAREST
         )
         assert bench.run(result).size == n
+
+
+# ---- refused where a kernel would abort: with several threads nothing could catch that
+
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass
+class Asserted:
+    """An operation whose kernel asserts what its builder does not."""
+
+    name: str
+    build: Callable[..., Any]  # from a bench and one of the tuples of arguments
+    wrong: list[Arguments]
+    right: list[Arguments]
+
+
+def one(function: str, *rest: Any) -> Callable[..., Any]:
+    """Of one tensor of the type that is given."""
+    return lambda t, a: getattr(capi, f"ggml_{function}")(t.ctx, t(256, 4, type=a), *rest)
+
+
+def two(function: str, *rest: Any) -> Callable[..., Any]:
+    return lambda t, a, b: getattr(capi, f"ggml_{function}")(
+        t.ctx, t(256, 4, type=a), t(256, 4, type=b), *rest
+    )
+
+
+FLOATS: list[Arguments] = [(F32,), (F16,), (BF16,)]
+HALVES: list[Arguments] = [(F32,), (F16,)]
+ONLY_F32: list[Arguments] = [(F32,)]
+NO_FLOATS: list[Arguments] = [(I32,), (I8,), (Q4_0,), (Q8_0,)]
+NO_HALVES = [(BF16,), *NO_FLOATS]
+NO_F32 = [(F16,), *NO_HALVES]
+PAIRS: list[Arguments] = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
+NO_PAIRS: list[Arguments] = [
+    *((F32, I32), (I32, I32), (F32, F16), (F32, BF16), (F16, BF16), (I32, F32), (F32, Q8_0))
+]
+
+ASSERTED = [
+    *[
+        Asserted(function, one(function), NO_FLOATS, FLOATS)
+        for function in (
+            *["abs", "sgn", "neg", "step", "tanh", "elu", "relu", "sigmoid", "exp", "expm1"],
+            *["hardswish", "hardsigmoid", "softplus", "floor", "ceil", "round", "trunc"],
+            *["sqr", "sqrt", "log", "sin", "cos", "relu_inplace", "sqr_inplace"],
+        )
+    ],
+    *[
+        Asserted(function, one(function), NO_HALVES, HALVES)
+        for function in (
+            *["gelu", "gelu_erf", "gelu_quick", "silu", "silu_inplace"],
+            *["reglu", "geglu", "swiglu", "geglu_erf", "geglu_quick"],
+        )
+    ],
+    Asserted("leaky_relu", one("leaky_relu", 0.5, False), NO_HALVES, HALVES),
+    Asserted("clamp", one("clamp", -1, 1), NO_HALVES, HALVES),
+    Asserted("fill", one("fill", 3), NO_HALVES, HALVES),
+    *[
+        Asserted(function, one(function), NO_F32, ONLY_F32)
+        for function in ("sum_rows", "mean", "argmax", "soft_max", "soft_max_inplace")
+    ],
+    Asserted("sum", one("sum"), NO_FLOATS, ONLY_F32),
+    Asserted("scale", one("scale", 2), NO_F32, ONLY_F32),
+    Asserted("norm", one("norm", 1e-6), NO_F32, ONLY_F32),
+    Asserted("rms_norm", one("rms_norm", 1e-6), NO_F32, ONLY_F32),
+    Asserted("l2_norm", one("l2_norm", 1e-6), NO_F32, ONLY_F32),
+    Asserted("norm: a negative epsilon", one("norm", -1), ONLY_F32, []),
+    Asserted("group_norm", one("group_norm", 1, 1e-6), NO_F32, ONLY_F32),
+    Asserted("argsort", one("argsort", ASC), NO_F32, ONLY_F32),
+    Asserted("top_k", one("top_k", 3), NO_F32, ONLY_F32),
+    Asserted("pad", one("pad", 1, 1, 0, 0), [(F16,), (I32,)], ONLY_F32),
+    Asserted("roll", one("roll", 1, 1, 0, 0), [(F16,), (I32,)], ONLY_F32),
+    Asserted("diag_mask_inf", one("diag_mask_inf", 0), [(F16,), (I32,)], ONLY_F32),
+    Asserted("diag_mask_inf: a negative past", one("diag_mask_inf", -1), ONLY_F32, []),
+    Asserted("repeat", one("repeat_4d", 512, 4, 1, 1), [(Q4_0,), (I8,), (I64,)], [*FLOATS, (I32,)]),
+    *[Asserted(function, two(function), NO_PAIRS, PAIRS) for function in ("sub", "mul", "div")],
+    Asserted("add", two("add"), [*NO_PAIRS, (Q8_0, F16)], [*PAIRS, (Q4_0, F32), (Q8_0, F32)]),
+    Asserted("mul: blocks", two("mul"), [(Q4_0, F32), (Q8_0, Q8_0)], []),
+    Asserted(
+        "add: blocks with a row for all",
+        lambda t, rows: capi.ggml_add(t.ctx, t(32, 4, type=Q8_0), t(32, rows)),
+        [(1,)],
+        [(4,)],
+    ),
+    Asserted("swiglu_split", two("swiglu_split"), [(I32, I32)], [(F32, F32), (F16, F16)]),
+    Asserted("swiglu_oai", two("swiglu_oai", 1, 1), [(F16, F16)], [(F32, F32)]),
+    Asserted("silu_back", two("silu_back"), [(BF16, BF16), (I32, I32)], [(F32, F32), (F16, F16)]),
+    Asserted(
+        "cast",
+        lambda t, a, b: capi.ggml_cast(t.ctx, t(256, 4, type=a), b),
+        [(I32, Q4_0), (I32, F16), (Q4_0, F16), (Q4_0, Q8_0), (I8, F32)],
+        [(F32, Q4_0), (F32, F16), (F16, Q8_0), (I32, F32), (Q4_0, F32), (F32, I32)],
+    ),
+    Asserted(
+        "cast: to blocks, of a transposed tensor",
+        lambda t, change: capi.ggml_cast(t.ctx, change(t.ctx, t(32, 32)), Q8_0),
+        [(capi.ggml_transpose,)],
+        [(capi.ggml_cont,)],
+    ),
+    Asserted(
+        "get_rows",
+        lambda t, a: capi.ggml_get_rows(t.ctx, t(256, 4, type=a), t(2, type=I32, data=[3, 1])),
+        [(I8,), (I64,)],
+        [*FLOATS, (I32,), (Q4_0,), (Q8_0,)],
+    ),
+    Asserted(
+        "set_rows",
+        lambda t, a: capi.ggml_set_rows(
+            t.ctx, t(8, 4, type=F16), t(8, 2, type=a), t(2, type=I64, data=[3, 1])
+        ),
+        [],
+        [(F32,)],
+    ),
+    Asserted(
+        "rope",
+        lambda t, a, mode: capi.ggml_rope(t.ctx, t(8, 2, 3, type=a), t(3, type=I32), 8, mode),
+        [(BF16, 0), (I32, 0), (F32, 1), (F32, 4)],
+        [(F32, 0), (F16, 0), (F32, 2)],
+    ),
+    Asserted(
+        "pool_2d",
+        lambda t, op: capi.ggml_pool_2d(t.ctx, t(8, 8), op, 2, 2, 2, 2, 0, 0),
+        [(ggml_op_pool.GGML_OP_POOL_COUNT,)],
+        [(MAX,), (AVG,)],
+    ),
+    Asserted(
+        "conv_transpose_1d",
+        lambda t, a, b: capi.ggml_conv_transpose_1d(
+            t.ctx, t(3, 2, 4, type=a), t(8, 4, type=b), 1, 0, 1
+        ),
+        [(BF16, F32), (F16, F16), (F32, F16)],
+        [(F32, F32), (F16, F32)],
+    ),
+    Asserted(
+        "flash_attn_ext",
+        lambda t, k, v: capi.ggml_flash_attn_ext(
+            t.ctx, t(32, 4, 2), t(32, 8, 2, type=k), t(32, 8, 2, type=v), None, 1, 0, 0
+        ),
+        [(I32, F32), (F32, I32)],
+        [(F32, F32), (F16, F16), (Q8_0, Q8_0)],
+    ),
+    Asserted(
+        "xielu",
+        lambda t, make: capi.ggml_xielu(t.ctx, make(t, 8, 5, 3), 1, 1, 1, 1e-6),
+        [(Bench.permuted,)],
+        [(Bench.__call__,)],
+    ),
+]
+
+
+def compute(bench: Bench, graph: Any, threads: int) -> None:
+    capi.ggml_backend_cpu_set_n_threads(bench.arena.backend, threads)
+    try:
+        capi.ggml_backend_graph_compute(bench.arena.backend, graph)
+    finally:
+        capi.ggml_backend_cpu_set_n_threads(bench.arena.backend, 1)
+
+
+#: They take steps, have a pole, or compute something else for each of the arguments.
+JUMPS = ["ceil", "floor", "round", "trunc", "sgn", "step", "div", "rope", "pool_2d"]
+ASSERTED_IDS = [case.name.replace(" ", "-") for case in ASSERTED]
+
+
+@pytest.mark.parametrize("case", ASSERTED, ids=ASSERTED_IDS)
+def test_refused_before_a_kernel_aborts(cpu: Any, case: Asserted) -> None:
+    """Where it is computed, if not already where it is built."""
+    for arguments in case.wrong:
+        with Arena(cpu) as arena:
+            bench = Bench(arena)
+            try:
+                result = case.build(bench, *arguments)
+            except (ValueError, AbortError):
+                continue
+            graph = bench.graph(result)
+            op = capi.ggml_op_desc(result)
+            with pytest.raises(ValueError, match=f"cpu_can.*: {op} .*of |supported"):
+                compute(bench, graph, 2)
+
+
+@pytest.mark.parametrize("case", ASSERTED, ids=ASSERTED_IDS)
+def test_nothing_else_is_refused(cpu: Any, case: Asserted) -> None:
+    """It computes with two threads, and of half precision nearly the same as of full."""
+    found: list[Numbers] = []
+    for arguments in case.right:
+        with Arena(cpu) as arena:
+            bench = Bench(arena)
+            result = case.build(bench, *arguments)
+            compute(bench, bench.graph(result), 2)
+            if result.type in (F32, F16) and all(type in (F32, F16) for type in arguments):
+                found.append(np.empty(tuple(reversed(list(result.ne))), NUMPY[result.type]))
+                capi.ggml_backend_tensor_get(result, found[-1], 0)
+    if case.name not in JUMPS:
+        for other in found[1:]:
+            np.testing.assert_allclose(other, found[0], rtol=1e-2, atol=1e-2)
 
 
 # ---- graphs that a scheduler or another backend cannot reach
