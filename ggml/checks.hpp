@@ -131,8 +131,7 @@ inline size_t extent(ggml_type type, const int64_t (&ne)[4], const size_t (&nb)[
         if (ne[i] <= 0) {
             return 0;
         }
-        if (__builtin_mul_overflow((size_t) (ne[i] - 1), nb[i], &step) ||
-        __builtin_add_overflow(end, step, &end)) {
+        if (__builtin_mul_overflow((size_t) (ne[i] - 1), nb[i], &step) || __builtin_add_overflow(end, step, &end)) {
             return SIZE_MAX;
         }
     }
@@ -150,14 +149,12 @@ inline bool view(const ggml_tensor * a, size_t offset, int64_t ne0, int64_t ne1 
     const size_t bytes = extent(a->type, ne, nb);
     const size_t room = ggml_nbytes(a->view_src ? a->view_src : a);
     size_t start;
-    return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room &&
-        bytes <= room - start);
+    return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room && bytes <= room - start);
 }
 
 // The region of `a` that ggml_set and ggml_acc write `b` to: `a` as contiguous memory, strides and
 // offset stored as 32-bit numbers.
-inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3,
-    size_t offset) {
+inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset) {
     const int64_t ne[4] = { b->ne[0], b->ne[1], b->ne[2], b->ne[3] };
     const size_t nb[4] = { 0, nb1, nb2, nb3 };
     const size_t bytes = extent(a->type, ne, nb);
@@ -357,8 +354,7 @@ inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
     if (in_meta_buffer(t) && !is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend)))) {
         return false;
     }
-    return ggml_backend_supports_buft(backend,
-        buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
+    return ggml_backend_supports_buft(backend, buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
 }
 
 inline bool no_kernel(const ggml_tensor * t) {
@@ -863,7 +859,7 @@ inline const kernel kernels[] = {
                      s[0]->nb[1] == s[0]->ne[0] * sizeof(float) &&
                      /* also: */ is_f32(s[1]) && ggml_is_contiguous(s[1])),
     GGML_CFFI_KERNEL("SSM_SCAN", 7, packed(s[0], s[1], s[2], s[3], s[4], s[5], s[6]) &&
-                     s[1]->ne[1] % s[4]->ne[1] == 0 &&
+                     s[4]->ne[1] > 0 && s[1]->ne[1] % s[4]->ne[1] == 0 &&
                      /* also: */ all_f32(s[0], s[1], s[2], s[3], s[4], s[5]) && plain_strides(s[0])),
     GGML_CFFI_KERNEL("WIN_PART", 1, is_f32(s[0]) &&
                      /* also: */ ggml_is_contiguous(s[0])),
@@ -1054,8 +1050,7 @@ inline bool some_device_can(ggml_cgraph * graph) {
         bool can = cpu_takes(node);
         for (size_t i = 0; !can && i < ggml_backend_dev_count(); ++i) {
             ggml_backend_dev_t device = ggml_backend_dev_get(i);
-            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU &&
-            ggml_backend_dev_supports_op(device, node);
+            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU && ggml_backend_dev_supports_op(device, node);
         }
         if (!can) {
             return no_kernel_for(node);
@@ -1126,8 +1121,7 @@ inline index_use index_use_of(const ggml_tensor * node) {
 }
 
 inline bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE ||
-        t->op == GGML_OP_TRANSPOSE;
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
 }
 
 // Where the same numbers are already now, if the tensor is but a copy of others or has them in
@@ -1169,8 +1163,7 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
     std::vector<index_use> uses;
     for (const ggml_tensor * node : computed_nodes(graph)) {
         index_use use = index_use_of(node);
-        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 &&
-        use.ids->type != GGML_TYPE_I64)) {
+        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 && use.ids->type != GGML_TYPE_I64)) {
             continue;
         }
         use.ids = copied_from(use.ids);
@@ -1212,8 +1205,7 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
         } else if (!data || !data_in_host_memory(root)) {
             continue;
         }
-        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use,
-        data))) {
+        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data))) {
             return false;
         }
     }
