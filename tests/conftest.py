@@ -54,6 +54,27 @@ def cpu() -> Iterator[Any]:
     capi.ggml_backend_free(backend)
 
 
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[Any]:
+    """A CPU backend that computes with one thread: an abort in a kernel can be caught."""
+    from ggml_cffi import capi
+
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, 1)
+    yield backend
+    gc.collect()
+    capi.ggml_backend_free(backend)
+
+
+@pytest.fixture
+def arena(cpu: Any) -> Iterator[Any]:
+    """What makes things on the backend `cpu`, and frees them in the end."""
+    from _compute import Arena
+
+    with Arena(cpu) as made:
+        yield made
+
+
 @pytest.fixture
 def backend(cpu: Any) -> Iterator[Any]:
     """The backend that the run is for: the CPU, or a meta backend that mirrors all tensors."""

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,9 @@ COVERAGE = capi.__coverage__
 BOUND = COVERAGE.bound
 
 
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Any]:
-    backend = capi.ggml_backend_cpu_init()
-    capi.ggml_backend_cpu_set_n_threads(backend, 1)
-    yield backend
-    capi.ggml_backend_free(backend)
-
-
 @pytest.fixture
-def arena(cpu: Any) -> Iterator[Arena]:
-    with Arena(cpu) as made:
-        yield made
+def cpu(one_thread: Any) -> Any:
+    return one_thread
 
 
 # ---- what is there

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,9 @@ NULL_ARGUMENT = 2  # ggml_cffi::error_kind
 HUGE = 1 << 60
 
 
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Any]:
-    backend = capi.ggml_backend_cpu_init()
-    capi.ggml_backend_cpu_set_n_threads(backend, 1)
-    yield backend
-    capi.ggml_backend_free(backend)
-
-
 @pytest.fixture
-def arena(cpu: Any) -> Iterator[Arena]:
-    with Arena(cpu) as made:
-        yield made
+def cpu(one_thread: Any) -> Any:
+    return one_thread
 
 
 # ---- a status

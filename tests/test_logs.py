@@ -27,19 +27,6 @@ CONT, DEBUG, INFO, WARN, ERROR = (
 )
 
 
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Any]:
-    backend = capi.ggml_backend_cpu_init()
-    yield backend
-    capi.ggml_backend_free(backend)
-
-
-@pytest.fixture
-def arena(cpu: Any) -> Iterator[Arena]:
-    with Arena(cpu) as made:
-        yield made
-
-
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What ggml logs during the test, at any level."""

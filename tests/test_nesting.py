@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,6 @@ from _compute import Arena
 from ggml_cffi import AbortError, GGUFError, capi, ffi
 
 I32 = capi.GGML_TYPE_I32
-
-
-@pytest.fixture
-def arena(cpu: Any) -> Iterator[Arena]:
-    with Arena(cpu) as arena:
-        yield arena
 
 
 def floats(tensor: Any) -> Any:

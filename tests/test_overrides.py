@@ -21,10 +21,8 @@ TOO_MUCH = 1 << 44  # numbers: more than any machine has
 
 
 @pytest.fixture
-def arena(cpu):
-    capi.ggml_backend_cpu_set_n_threads(cpu, 1)  # four threads on few cores wait for each other
-    with Arena(cpu) as arena:
-        yield arena
+def cpu(one_thread):
+    return one_thread  # four threads on few cores wait for each other
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -92,12 +92,9 @@ class Bench:
         return found
 
 
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Any]:
-    backend = capi.ggml_backend_cpu_init()
-    capi.ggml_backend_cpu_set_n_threads(backend, 1)
-    yield backend
-    capi.ggml_backend_free(backend)
+@pytest.fixture
+def cpu(one_thread: Any) -> Any:
+    return one_thread
 
 
 @pytest.fixture
