@@ -209,7 +209,12 @@ def test_a_reason_is_kept_though_the_log_receiver_calls_ggml() -> None:
 def test_an_array_of_another_type_than_its_tensor(arena: Arena) -> None:
     tensor = arena.weight(4)
     for array in (np.zeros(2), np.zeros(4, np.int32), np.zeros(4, np.uint16)):
-        with pytest.raises(TypeError, match=f"data is an array of {array.dtype}"):
+        message = f"data is an array of {array.dtype}"
+        with pytest.raises(TypeError, match=message):
             capi.ggml_backend_tensor_set(tensor, array, 0)
+        with pytest.raises(TypeError, match=message):
+            capi.ggml_backend_tensor_get(tensor, array, 0)
+        with pytest.raises(TypeError, match=message):
+            capi.ggml_backend_tensor_set_2d(tensor, array, 0, 4, 2, 8, 4)
     for array in (np.zeros(4, np.float32), np.zeros(16, np.uint8)):
         capi.ggml_backend_tensor_set(tensor, array, 0)

@@ -42,7 +42,9 @@ def _copy(
     if isinstance(data, _CData) and ffi.typeof(data).kind == "array" and ffi.sizeof(data) < needed:
         have = ffi.sizeof(data)
         raise ValueError(f"{function}: data has {have} bytes, fewer than the {needed} asked for")
-    pointer, _ = _runtime.buffer(data, needed, function, "data", nullable=False, writes=writes)
+    pointer, _ = _runtime.buffer(
+        data, needed, function, "data", nullable=False, writes=writes, holds=tensor
+    )
     call(function, *backend, tensor, pointer, offset, size, n_copies, stride_tensor, stride_data)
 
 
