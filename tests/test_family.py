@@ -458,13 +458,15 @@ def test_properties_agree_with_the_rest(device):
     assert 0 < props.memory_free <= props.memory_total
     assert not props.device_id  # no PCI device
     caps = {name: getattr(props.caps, name) for name, _ in ffi.typeof(props.caps).fields}
-    assert caps == {
+    known = {
         "async": False,
         "host_buffer": False,
         "buffer_from_host_ptr": True,
         "events": False,
-        "mmap_support": True,
+        "mmap_support": True,  # the newest: older releases lack the field
     }
+    assert caps == {name: known[name] for name in caps}
+    assert len(caps) >= 4
     with pytest.raises(ValueError, match="device must not be NULL or None"):
         capi.ggml_backend_dev_get_props(None)
 
