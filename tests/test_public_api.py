@@ -1,0 +1,116 @@
+"""The names and signatures of ggml_cffi and capi, kept in ggml/public_api.json.
+
+What is new passes; what is gone or other than it was fails, until it is acknowledged by writing the
+file anew: GGML_CFFI_UPDATE_API=1.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ggml_cffi
+from ggml_cffi import _gen, _overrides, capi
+from ggml_cffi._gen import build_info
+
+FILE = Path(__file__).resolve().parent.parent / "ggml" / "public_api.json"
+
+
+def signature(value: Any) -> str:
+    """What a name is: a signature, the members of an enum, or a type."""
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        return f"enum {', '.join(value.__members__)}"
+    if callable(value):
+        try:
+            return str(inspect.signature(value))
+        except ValueError:  # an exception without a constructor of its own
+            return "class"
+    return type(value).__name__
+
+
+def members(cls: type) -> dict[str, str]:
+    """A class's constructor and public members, with what it inherits from classes of ours."""
+    found = {"": signature(cls)}
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("ggml_cffi")]
+    for name, value in inspect.getmembers(cls):
+        if name.startswith("_") or not any(name in vars(base) for base in ours):
+            continue
+        plain = inspect.getattr_static(cls, name)
+        is_property = isinstance(plain, property)
+        found[f".{name}"] = "property" if is_property else signature(value)
+    return found
+
+
+def of_the_package() -> dict[str, str]:
+    found = {}
+    for name in ggml_cffi.__all__:
+        value = getattr(ggml_cffi, name)
+        if isinstance(value, type) and not issubclass(value, enum.Enum):
+            found |= {name + member: text for member, text in members(value).items()}
+        else:
+            found[name] = signature(value)
+    return found
+
+
+def of_capi() -> dict[str, str]:
+    """As the stub has it, where there is one: it knows more than the running functions."""
+    stub = Path(_gen.__file__).with_name("capi.pyi").read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
+        elif isinstance(node, ast.AnnAssign):
+            found[ast.unparse(node.target)] = ast.unparse(node.annotation)
+    for name in dir(capi):
+        if not name.startswith("_") and name not in found:
+            value = getattr(capi, name)
+            if not inspect.ismodule(value):
+                found[name] = signature(value)
+    return dict(sorted(found.items()))
+
+
+def snapshot() -> dict[str, dict[str, str]]:
+    return {"ggml_cffi": of_the_package(), "ggml_cffi.capi": of_capi()}
+
+
+def changes(kept: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
+    """What is gone or changed; what is new is no matter."""
+    return [
+        f"{module}.{name}: {text} -> {now[module].get(name, 'gone')}"
+        for module, names in kept.items()
+        for name, text in names.items()
+        if now[module].get(name) != text
+    ]
+
+
+def test_nothing_is_gone_or_changed() -> None:
+    now = snapshot()
+    if os.environ.get("GGML_CFFI_UPDATE_API") == "1":
+        kept = {"ggml": build_info.GGML_VERSION, "names": now}
+        FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    kept = json.loads(FILE.read_text(encoding="utf-8"))
+    if kept["ggml"] != build_info.GGML_VERSION:
+        pytest.skip(f"the snapshot is of ggml {kept['ggml']}")  # another has other functions
+    assert changes(kept["names"], now) == []
+
+
+def test_all_is_there() -> None:
+    now = snapshot()
+    assert len(now["ggml_cffi.capi"]) > 1000
+    assert {"MetaDevice", "MetaDevice.error", "MultiBuffer", "SplitState.by_ratio"} <= set(
+        now["ggml_cffi"]
+    )
+    assert set(_overrides.__all__) <= set(now["ggml_cffi.capi"])
+
+
+def test_a_change_is_seen() -> None:
+    now = {"module": {"kept": "(a)", "changed": "(a, b)", "new": "()"}}
+    kept = {"module": {"kept": "(a)", "changed": "(a)", "gone": "()"}}
+    assert changes(kept, now) == ["module.changed: (a) -> (a, b)", "module.gone: () -> gone"]
