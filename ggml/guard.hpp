@@ -444,7 +444,7 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
     }
 }
 
-// Called once, at import. Returns what was installed before us.
+// Called once, at import.
 static void ggml_cffi_install(void) {
     ggml_set_abort_callback(ggml_cffi::on_abort);
     ggml_log_set(ggml_cffi_log, nullptr);

@@ -233,7 +233,7 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
         out = args[-1] if by_out else None
         given = args[:-1] if by_out else args
         index = len(given) - 1 if position is None else position
-        registration = _table.get(int(ffi.cast("uintptr_t", given[index])))
+        registration = _table.get(_address(given[index]))
         if registration is None or registration.function is None:
             return default
         try:
@@ -276,16 +276,15 @@ def _checked(name: str, facts: Kind, result: Any) -> Any:
 
 def _split(tensor: Any, userdata: Any, out: Any) -> None:
     """The split function's trampoline: `out` holds MIRRORED already."""
-    registration = _table.get(int(ffi.cast("uintptr_t", userdata)))
+    registration = _table.get(_address(userdata))
     if registration is None:
         return
     function: Any = registration.function
     try:
         info = tensor_info(tensor)
-        address = int(ffi.cast("uintptr_t", tensor))
         state = function.answer(
             info,
-            address,
+            _address(tensor),
             bool(tensor.data),
             raise_later=raise_later,
             buffer=_address(tensor.buffer),

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 Handle = Any
 """A pointer of cffi's, of whatever type."""
 
-_Self = TypeVar("_Self", bound="Owned[Any]")
+_Self = TypeVar("_Self", bound="Closing")
 _Handle = TypeVar("_Handle")
 """What is pointed to, one of `_gen.types`; a pointer of cffi's at run time."""
 
@@ -47,6 +47,25 @@ def address(handle: object) -> int:
 
     pointer: Any = handle
     return int(ffi.cast("uintptr_t", pointer))
+
+
+class Closing:
+    """What can be closed is a context manager, which closes it in the end."""
+
+    def close(self) -> None:
+        """Close it. Closing twice is fine."""
+        raise NotImplementedError
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class Borrowed(Generic[_Handle]):
@@ -107,7 +126,7 @@ class _Resource:
 _lock = threading.RLock()  # the collector may drop one while another is dropped
 
 
-class Owned(Generic[_Handle]):
+class Owned(Closing, Generic[_Handle]):
     """Something of ggml that belongs to this object: `free(handle)` is called once.
 
     `keep` are the objects that it needs: they are freed after it, and closing one of them closes
@@ -149,17 +168,6 @@ class Owned(Generic[_Handle]):
         for child in list(self._children):
             child._close()
         self._finalizer()
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _gone(self) -> str:
         """What became of it, for an error message."""

@@ -236,9 +236,8 @@ def _from_sequence(
         return ffi.new(f"{element}[]", items), len(items)
     except (TypeError, OverflowError):
         for index, item in enumerate(items):
-            try:
-                ffi.new(f"{element}[1]", [item])
-            except (TypeError, OverflowError) as why:
+            why = _refusal(ffi.typeof(element), item)
+            if why is not None:
                 raise type(why)(f"{name}[{index}] is {item!r}: {why}") from None
         raise
 
@@ -412,13 +411,9 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
         value = values[facts.visible.index(name)]
         if value is None or _converted(value, types[name]):
             continue
-        try:  # cffi does not say which argument it was: try each by itself
-            if types[name].kind == "enum" or types[name].cname in _INTEGERS:
-                operator.index(value)
-            elif types[name].kind == "pointer":
-                handle(value)
-            ffi.new(ffi.getctype(types[name], "[1]"), [_by_pointer(value, types[name])])
-        except (TypeError, OverflowError) as why:
+        # cffi does not say which argument it was: try each by itself
+        why = _refusal(types[name], _by_pointer(value, types[name]))
+        if why is not None:
             return _bad_field(function, types[name], value) or type(why)(
                 f"{function}: {name} is {value!r}: {why}"
             )
@@ -434,12 +429,22 @@ def _bad_field(function: str, ctype: Any, value: Any) -> Exception | None:
     if ctype.kind != "struct" or not isinstance(value, tuple):
         return None
     for (name, field), item in zip(ctype.fields, value, strict=True):
-        try:
-            if field.type.kind == "enum" or field.type.cname in _INTEGERS:
-                operator.index(item)
-            ffi.new(ffi.getctype(field.type, "[1]"), [item])
-        except (TypeError, OverflowError) as why:
+        why = _refusal(field.type, item)
+        if why is not None:
             return type(why)(f"{function}: {name} is {item!r}: {why}")
+    return None
+
+
+def _refusal(ctype: Any, value: Any) -> Exception | None:
+    """Why a value is not taken for a C type, None if it is."""
+    try:
+        if ctype.kind == "enum" or ctype.cname in _INTEGERS:
+            operator.index(value)
+        elif ctype.kind == "pointer":
+            handle(value)
+        ffi.new(ffi.getctype(ctype, "[1]"), [value])
+    except (TypeError, OverflowError) as why:
+        return why
     return None
 
 

@@ -34,7 +34,7 @@ def ggml_backend_meta_device(
     Raises ValueError and TypeError for a wrong number of devices, for what is no device or a meta
     device, for what is no function, and for another `on_error`.
     """
-    return _create.ggml_backend_meta_device(devs, split_fn, on_error)
+    return _create.create(devs, split_fn, on_error)[0]
 
 
 def _description(function: str, count_function: str, device: int) -> str:

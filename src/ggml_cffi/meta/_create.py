@@ -45,26 +45,6 @@ def create(
     return device, function
 
 
-def ggml_backend_meta_device(
-    devs: Sequence[Device | types.ggml_backend_device],
-    split_fn: SplitCallable,
-    on_error: str = "mirror",
-) -> types.ggml_backend_device:
-    """Make a meta device: it spreads tensors over `devs`, 1 to 16 real devices, as `split_fn` says.
-
-    `split_fn(tensor_info, n_devs)` is asked once for each weight when it is allocated and returns a
-    `SplitState` or a mapping with `axis`, `ne`, `n_segments` and `nr`. If it raises or its answer
-    is invalid, this and all further tensors are mirrored and it is not called again
-    (`on_error="mirror"`), or the call that asked raises a SplitError (`on_error="raise"`).
-    `meta.split_function(device)` tells the error. ggml never frees a meta device: the
-    function is kept for the life of the process, or until `meta.split_function(device).close()`.
-
-    Raises ValueError and TypeError for a wrong number of devices, for what is no device or a meta
-    device, for what is no function, and for another `on_error`.
-    """
-    return create(devs, split_fn, on_error)[0]
-
-
 def split_function(device: Device | types.ggml_backend_device) -> SplitFunction:
     """The split function behind a meta device: its error, and what it answered.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
+from .._handles import Closing
 from ..capi import types
 from ..device import Device, device
 from ._create import create
 from ._latch import SplitCallable
 
 
-class MetaDevice(Device):
+class MetaDevice(Device, Closing):
     """A device that spreads tensors over several, as a Python function says.
 
     `devices` are 1 to 16 devices, as objects, names or pointers; the same one may be named several
@@ -84,14 +84,3 @@ class MetaDevice(Device):
     def close(self) -> None:
         """Drop the split function and what it holds. Closing twice is fine."""
         self._function.close()
-
-    def __enter__(self) -> MetaDevice:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
