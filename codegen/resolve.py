@@ -93,6 +93,9 @@ class Bound:
     override: str = ""
     note: str = ""
     library: str = ""
+    makes: str = ""  # the type of handle that the caller gets to free
+    frees: str = ""  # or that this function frees,
+    freed: int = 0  # the argument of this number
 
     @property
     def name(self) -> str:
@@ -170,6 +173,7 @@ def resolve(
         except AnnotationError as error:
             complain(error)
             skipped[name] = f"its annotation does not fit: {error}"
+    bound = _with_handles(api, bound)
     callbacks = _callbacks(api, annotations, bound, complain)
     pointers = tuple(
         api.typedefs[name]
@@ -248,6 +252,28 @@ def _bind(
         note=table.get("note", ""),
         library=library,
     )
+
+
+def _with_handles(api: ir.Api, bound: list[Bound]) -> list[Bound]:
+    """Name what the caller has to free, where it is made and where it is freed."""
+    byname = {b.name: b for b in bound}
+    frees: dict[str, tuple[str, int]] = {}
+    for maker in bound:
+        free = byname.get(maker.free)
+        if free is None or free.name in frees:
+            continue
+        wanted = api.resolve(maker.function.returns)
+        for index, param in enumerate(free.function.params):
+            found = api.resolve(param.type)
+            if found == wanted:
+                to = api.resolve(found.to) if isinstance(found, ir.Pointer) else found
+                name = to.name if isinstance(to, ir.Tag) else free.name.removesuffix("_free")
+                frees[free.name] = name, index
+    return [
+        replace(b, makes=frees.get(b.free, ("", 0))[0], frees=kind, freed=index)
+        for b in bound
+        for kind, index in [frees.get(b.name, ("", 0))]
+    ]
 
 
 def _returns(api: ir.Api, ctype: ir.Type, table: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <unistd.h>
 #include <unwind.h>
@@ -49,6 +50,7 @@ struct region {
     leave     how;
     int       threads;
     jmp_buf * jump;
+    volatile bool running; // the function itself, after what is checked; volatile: read after a jump
 };
 
 // What a thread needs at every call: plain data, which costs nothing to reach.
@@ -116,6 +118,7 @@ inline void tell_python(const char * message);
 inline void on_abort(const char * message) {
     region * inside = state.inside;
     if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
+        caught_aborts.fetch_add(1, std::memory_order_relaxed);
         if (inside->how == leave::by_jump) {
             details().message = message;
             longjmp(*inside->jump, 1);
@@ -177,7 +180,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         s.serial = ++s.n_calls;
         const bool raised_before = s.raised;
         s.raised = false;
-        region here{Traits::how, 1, nullptr};
+        region here{Traits::how, 1, nullptr, false};
         std::conditional_t<Traits::how == leave::compute, computation, no_computation> mine;
         region * const outer = s.inside;
         jmp_buf jump;
@@ -187,6 +190,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 s.inside = outer;
                 s.raised = raised_before;
                 s.kind = aborted;
+                count_freed(here, false, a...);
                 return zero();
             }
         }
@@ -199,13 +203,18 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 return zero();
             }
             here.threads = Traits::threads(a...);
+            here.running = true;
             if constexpr (std::is_void_v<R>) {
                 F(a...);
+                count_freed(here, true, a...);
                 Traits::after(a...);
                 s.inside = outer;
                 finish(s, raised_before);
             } else {
                 R result = F(a...);
+                if constexpr (Traits::makes != handle::none) {
+                    made(Traits::makes, result);
+                }
                 Traits::after(result, a...);
                 s.inside = outer;
                 if (finish(s, raised_before)) {
@@ -218,16 +227,21 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             }
         } catch (const abort_error & e) {
             fail(s, outer, raised_before, aborted, e.message.c_str());
+            count_freed(here, false, a...);
         } catch (const std::bad_alloc & e) {
             fail(s, outer, raised_before, out_of_memory, e.what());
+            count_freed(here, false, a...);
         } catch (const std::exception & e) {
             fail(s, outer, raised_before, cpp_exception, e.what());
+            count_freed(here, false, a...);
         } catch (const char * text) {
             fail(s, outer, raised_before, cpp_exception, text);
+            count_freed(here, false, a...);
         } catch (abi::__forced_unwind &) {
             throw; // the thread is being cancelled
         } catch (...) {
             fail(s, outer, raised_before, cpp_exception, "an unknown C++ exception");
+            count_freed(here, false, a...);
         }
         return zero();
     }
@@ -236,6 +250,15 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     static R zero() {
         if constexpr (!std::is_void_v<R>) {
             return R{};
+        }
+    }
+
+    // A function that frees has done so, or was left on the way.
+    static void count_freed(const region & here, bool completely, A... a) {
+        if constexpr (Traits::frees != handle::none) {
+            if (here.running) {
+                freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely);
+            }
         }
     }
 
@@ -294,9 +317,13 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     }
 };
 
-template <uint64_t Nonnull, leave How> struct traits {
+template <uint64_t Nonnull, leave How, handle Makes = handle::none, handle Frees = handle::none, size_t Freed = 0>
+struct traits {
     static constexpr uint64_t nonnull = Nonnull;
     static constexpr leave how = How;
+    static constexpr handle makes = Makes; // the result is the caller's to free
+    static constexpr handle frees = Frees; // the argument number Freed
+    static constexpr size_t freed_argument = Freed;
     static constexpr bool has_requirements = false;
     template <class... A> static int threads(A...) { return 1; }
     template <class... A> static void after(A...) {}
@@ -396,6 +423,12 @@ static bool ggml_cffi_take_foreign(void * userdata) {
     foreign_raised = !foreign_failed.empty();
     return true;
 }
+
+static int ggml_cffi_n_handles(void) { return (int) ggml_cffi::handle::n_handles; }
+static const char * ggml_cffi_handle_name(int kind) { return ggml_cffi::handle_names[kind]; }
+static int64_t ggml_cffi_live_handles(int kind) { return ggml_cffi::handle_table.at(kind).live; }
+static int64_t ggml_cffi_leaked_handles(int kind) { return ggml_cffi::handle_table.at(kind).leaked; }
+static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts; }
 
 static bool ggml_cffi_in_callback(void) { return ggml_cffi::state.depth > 0; }
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }

@@ -38,6 +38,7 @@ def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> s
         parts.append("#define GGML_CFFI_HAS_META")
     parts.append(supplement)
     parts.append(_enum_checks(binding))
+    parts.append(_handles(binding))
     parts.append(guard)
     parts.append(_callbacks(binding))
     parts += [_own_traits(b) for b in binding.bound if _needs_own_traits(b)]
@@ -74,6 +75,17 @@ def _enum_checks(binding: Binding) -> str:
         )
     lines.append("}")
     return "\n".join(lines)
+
+
+def _handles(binding: Binding) -> str:
+    """`handle`: a number for each type that the caller has to free."""
+    names = sorted({b.frees for b in binding.bound if b.frees})
+    numbered = ", ".join([*names, "n_handles", "none"])
+    listed = ", ".join(f'"{name}"' for name in [*names, "none"])
+    return (
+        f"namespace ggml_cffi {{\nenum class handle : int {{ {numbered} }};\n"
+        f"inline const char * const handle_names[] = {{ {listed} }};\n}}"
+    )
 
 
 def _nonnull(bound: Bound) -> int:
@@ -126,7 +138,11 @@ def _named(bound: Bound, condition: str) -> list[str]:
 
 
 def _traits(bound: Bound) -> str:
-    return f"ggml_cffi::traits<{_nonnull(bound):#x}ull, {_HOW[bound.guard]}>"
+    given = [f"{_nonnull(bound):#x}ull", _HOW[bound.guard]]
+    if bound.makes or bound.frees:
+        given += [f"ggml_cffi::handle::{name or 'none'}" for name in (bound.makes, bound.frees)]
+        given.append(str(bound.freed))
+    return f"ggml_cffi::traits<{', '.join(given)}>"
 
 
 def _invoker(binding: Binding, typedef: ir.Typedef) -> str:

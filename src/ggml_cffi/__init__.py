@@ -4,7 +4,7 @@
 `MetaDevice` are objects over it. `lib` and `ffi` are cffi's raw level.
 """
 
-from . import _loader, capi, enums, errors
+from . import _loader, capi, diagnostics, enums, errors
 from ._raw import FFI, Lib
 from .buffer import Buffer, MultiBuffer
 from .device import Backend, Device, device, devices
@@ -51,6 +51,7 @@ __all__ = [
     "capi",
     "device",
     "devices",
+    "diagnostics",
     "enums",
     "errors",
     "ffi",
