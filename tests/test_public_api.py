@@ -14,10 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ggml_cffi
-from ggml_cffi import _gen, _overrides, capi, enums
+from ggml_cffi import _gen, _overrides, capi, diagnostics, errors
 from ggml_cffi._gen import build_info
 
 FILE = Path(__file__).resolve().parent.parent / "ggml" / "public_api.json"
@@ -54,7 +52,7 @@ def of_the_package() -> dict[str, str]:
         value = getattr(ggml_cffi, name)
         if isinstance(value, type) and not issubclass(value, enum.Enum):
             found |= {name + member: text for member, text in members(value).items()}
-        elif inspect.ismodule(value) and value not in (capi, enums):
+        elif value in (diagnostics, errors):
             found |= {f"{name}.{one}": signature(getattr(value, one)) for one in value.__all__}
         else:
             found[name] = signature(value)
