@@ -1156,20 +1156,81 @@ template <class T> bool indices_below(const index_use & use, const char * data) 
     return true;
 }
 
-// All indices of a graph that are there before it is computed, and that the CPU can read, are in
-// range. What the graph itself computes is not known yet; a scheduler's copies are old.
-// `wanted`: an index tensor without memory has no values either, and none will come.
-inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool wanted = false) {
-    std::vector<index_use> uses;
-    for (const ggml_tensor * node : computed_nodes(graph)) {
+// The highest number that an operation of known range can have put into a tensor of integers, however
+// it was copied, cut or arranged since; -1 where that is not known.
+inline int64_t highest(const ggml_tensor * t) {
+    for (; t->src[0]; t = t->src[0]) {
+        if (t->op == GGML_OP_ARGSORT || t->op == GGML_OP_ARGMAX || std::strcmp(ggml_op_name(t->op), "TOP_K") == 0) {
+            return t->src[0]->ne[0] - 1;
+        }
+        const bool same_numbers = is_view(t) || t->op == GGML_OP_CONT || t->op == GGML_OP_DUP || t->op == GGML_OP_CPY ||
+                                  t->op == GGML_OP_REPEAT || t->op == GGML_OP_GET_ROWS;
+        if (!same_numbers || t->src[0]->type != t->type) {
+            break;
+        }
+    }
+    return -1;
+}
+
+inline bool index_type(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_I32 || t->type == GGML_TYPE_I64;
+}
+
+// What these nodes use as indices. Those that an operation of known range computes are judged by
+// that: which of them there will be is not known yet.
+inline bool index_uses(const std::vector<const ggml_tensor *> & nodes, std::vector<index_use> & uses) {
+    for (const ggml_tensor * node : nodes) {
         index_use use = index_use_of(node);
-        if (!use.ids || ggml_is_empty(use.ids) || (use.ids->type != GGML_TYPE_I32 && use.ids->type != GGML_TYPE_I64)) {
+        if (!use.ids || ggml_is_empty(use.ids) || !index_type(use.ids)) {
             continue;
         }
+        const int64_t most = highest(use.ids);
+        if (most >= use.limit) {
+            why = "indices up to " + std::to_string(most) + " that the graph computes, of " + named(node) +
+                  ", are not all in 0 ... " + std::to_string(use.limit - 1);
+            return false;
+        }
         use.ids = copied_from(use.ids);
-        if (use.ids->op == GGML_OP_NONE || use.ids->op == GGML_OP_VIEW) {
+        if (most < 0 && (use.ids->op == GGML_OP_NONE || use.ids->op == GGML_OP_VIEW)) {
             uses.push_back(use);
         }
+    }
+    return true;
+}
+
+inline bool index_values(const index_use & use, const char * data) {
+    return use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data);
+}
+
+inline const ggml_tensor * root_of(const ggml_tensor * t) {
+    return t->view_src ? t->view_src : t;
+}
+
+// The indices that lie in memory already. `wanted`: an index tensor without memory has no values
+// either, and none will come.
+inline bool present_indices(const index_use & use, ggml_backend_t backend, bool wanted) {
+    const ggml_tensor * root = root_of(use.ids);
+    if (!root->data) {
+        if (wanted) {
+            why = named(use.node) + " needs indices, and the tensor of them has not been allocated";
+        }
+        return !wanted;
+    }
+    if (in_meta_buffer(root) && backend && on_cpu(backend) && ggml_is_contiguous(root)) {
+        std::vector<char> copy(ggml_nbytes(root));
+        ggml_backend_tensor_get(root, copy.data(), 0, copy.size());
+        return index_values(use, copy.data() + use.ids->view_offs);
+    }
+    return !use.ids->data || !data_in_host_memory(root) || index_values(use, (const char *) use.ids->data);
+}
+
+// All indices of a graph that are there before it is computed, and that the CPU can read, are in
+// range, and so are those that the graph computes by an operation of known range. What it computes
+// otherwise is not known yet; a scheduler's copies are old.
+inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool wanted = false) {
+    std::vector<index_use> uses;
+    if (!index_uses(computed_nodes(graph), uses)) {
+        return false;
     }
     if (uses.empty()) {
         return true;
@@ -1183,29 +1244,13 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
     }
     index_use last{};
     for (const index_use & use : uses) {
-        const ggml_tensor * root = use.ids->view_src ? use.ids->view_src : use.ids;
+        const ggml_tensor * root = root_of(use.ids);
         if ((use.ids == last.ids && use.limit == last.limit) || root->op != GGML_OP_NONE || written.count(root) ||
             std::strchr(root->name, '#')) {
             continue;
         }
         last = use;
-        std::vector<char> copy;
-        const char * data = (const char *) use.ids->data;
-        if (!root->data) {
-            if (wanted) {
-                why = named(use.node) + " needs indices, and the tensor of them has not been allocated";
-                return false;
-            }
-            continue;
-        }
-        if (in_meta_buffer(root) && backend && on_cpu(backend) && ggml_is_contiguous(root)) {
-            copy.resize(ggml_nbytes(root));
-            ggml_backend_tensor_get(root, copy.data(), 0, copy.size());
-            data = copy.data() + use.ids->view_offs;
-        } else if (!data || !data_in_host_memory(root)) {
-            continue;
-        }
-        if (!(use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data))) {
+        if (!present_indices(use, backend, wanted)) {
             return false;
         }
     }
@@ -1214,6 +1259,61 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
 
 inline bool indices(ggml_backend_sched_t, ggml_cgraph * graph) {
     return indices(graph, nullptr, true);
+}
+
+// The places inside one datum that a view of a batch of data reads.
+inline std::vector<size_t> places_in_datum(const ggml_tensor * ids, size_t datum) {
+    std::unordered_set<size_t> places;
+    for (int64_t i = 0; i < ggml_nelements(ids); ++i) {
+        size_t  offset = ids->view_offs;
+        int64_t rest = i;
+        for (int axis = 0; axis < 4; ++axis) {
+            offset += (size_t) (rest % ids->ne[axis]) * ids->nb[axis];
+            rest /= ids->ne[axis];
+        }
+        places.insert(offset % datum);
+    }
+    return { places.begin(), places.end() };
+}
+
+// A batch is made of any of the data, in any order: so all of them are looked at.
+inline bool indices_of_data(index_use use, const ggml_tensor * inputs, const ggml_tensor * data) {
+    if (!data->data || data->type != inputs->type || data->ne[0] != inputs->ne[0] || !ggml_is_contiguous(inputs)) {
+        return true; // ggml itself refuses that
+    }
+    ggml_tensor column = *use.ids;
+    column.ne[0] = 1;
+    column.ne[1] = data->ne[1];
+    column.ne[2] = column.ne[3] = 1;
+    column.nb[1] = data->nb[1];
+    const std::vector<size_t> places = places_in_datum(use.ids, inputs->nb[1]);
+    use.ids = &column;
+    return std::all_of(places.begin(), places.end(), [&](size_t place) {
+        return index_values(use, (const char *) data->data + place);
+    });
+}
+
+// Those of what an optimisation context evaluates; the backward pass uses the same. With a data set,
+// `inputs` will hold its data.
+inline bool indices(const ggml_tensor * outputs, const ggml_tensor * inputs, ggml_opt_dataset_t dataset) {
+    std::vector<index_use> uses;
+    if (!outputs || !inputs) {
+        return true;
+    }
+    if (!index_uses(computed_nodes(outputs), uses)) {
+        return false;
+    }
+    for (const index_use & use : uses) {
+        const ggml_tensor * root = root_of(use.ids);
+        if (root->op != GGML_OP_NONE || std::strchr(root->name, '#')) {
+            continue;
+        }
+        if (root == inputs && dataset ? !indices_of_data(use, inputs, ggml_opt_dataset_data(dataset))
+                                      : !present_indices(use, nullptr, true)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 } // namespace check

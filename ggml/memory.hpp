@@ -1,6 +1,7 @@
 // What is remembered of ggml's objects because ggml tells nobody: how many threads a backend computes
-// with, which weights are partial sums, which graph a scheduler is allocated for; and how to clear up
-// after an allocation that failed. The annotations' `after` and `require` call these.
+// with, which weights are partial sums, which graph a scheduler is allocated for or a plan computes,
+// what an optimisation context evaluates; and how to clear up after an allocation that failed. The
+// annotations' `after` and `require` call these.
 
 #include <algorithm>
 #include <atomic>
@@ -164,6 +165,94 @@ inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph *
     auto found = scheduled_table.find(scheduler);
     return found == scheduled_table.end() ||
            (found->second.graph == graph && found->second.n_nodes == ggml_graph_n_nodes(graph));
+}
+
+// ---- plans: `void *` in C, and their graphs cannot be had from them
+
+inline std::mutex plans_lock;
+inline std::unordered_map<const void *, ggml_cgraph *> plans_table;
+
+inline void note_plan(const void * plan, ggml_cgraph * graph) {
+    if (plan) {
+        std::lock_guard<std::mutex> hold(plans_lock);
+        plans_table[plan] = graph;
+    }
+}
+
+inline void forget_plan(const void * plan) {
+    std::lock_guard<std::mutex> hold(plans_lock);
+    plans_table.erase(plan);
+}
+
+// The graph of a plan, NULL for what is none.
+inline ggml_cgraph * graph_of(const void * plan) {
+    std::lock_guard<std::mutex> hold(plans_lock);
+    auto found = plans_table.find(plan);
+    return found == plans_table.end() ? nullptr : found->second;
+}
+
+inline bool indices(const void * plan, ggml_backend_t backend) {
+    ggml_cgraph * graph = graph_of(plan);
+    return !graph || check::indices(graph, backend);
+}
+
+// What a CPU backend takes for a plan is one; others say themselves that they have none.
+inline bool is_plan(const void * plan, ggml_backend_t backend) {
+    return graph_of(plan) || ggml_backend_dev_type(ggml_backend_get_device(backend)) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+// ---- what an optimisation context computes with, and whether it is ready to
+
+struct optimisation {
+    ggml_backend_sched_t scheduler;
+    bool                 ready; // allocated, and not evaluated since
+};
+inline std::mutex optimisations_lock;
+inline std::unordered_map<const void *, optimisation> optimisations_table;
+
+inline void note_scheduler(ggml_opt_context_t context, ggml_backend_sched_t scheduler) {
+    if (context) {
+        std::lock_guard<std::mutex> hold(optimisations_lock);
+        optimisations_table[context] = { scheduler, false };
+    }
+}
+
+// Always true.
+inline bool note_ready(ggml_opt_context_t context, bool ready) {
+    std::lock_guard<std::mutex> hold(optimisations_lock);
+    auto found = optimisations_table.find(context);
+    if (found != optimisations_table.end()) {
+        found->second.ready = ready;
+    }
+    return true;
+}
+
+inline void forget_scheduler(ggml_opt_context_t context) {
+    std::lock_guard<std::mutex> hold(optimisations_lock);
+    optimisations_table.erase(context);
+}
+
+inline int threads_of(ggml_opt_context_t context) {
+    ggml_backend_sched_t scheduler = nullptr;
+    {
+        std::lock_guard<std::mutex> hold(optimisations_lock);
+        auto found = optimisations_table.find(context);
+        scheduler = found == optimisations_table.end() ? nullptr : found->second.scheduler;
+    }
+    return scheduler ? threads_of(scheduler) : GGML_DEFAULT_N_THREADS;
+}
+
+// The graph of a context without static graphs belongs to the caller, who may free it once it has
+// been evaluated: until then, and always with static graphs, its indices are looked at.
+inline bool indices(ggml_opt_context_t context, ggml_opt_dataset_t dataset = nullptr) {
+    if (!ggml_opt_static_graphs(context)) {
+        std::lock_guard<std::mutex> hold(optimisations_lock);
+        auto found = optimisations_table.find(context);
+        if (found == optimisations_table.end() || !found->second.ready) {
+            return true;
+        }
+    }
+    return check::indices(ggml_opt_outputs(context), ggml_opt_inputs(context), dataset);
 }
 
 } // namespace ggml_cffi

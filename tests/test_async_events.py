@@ -299,6 +299,17 @@ def test_no_plan_given(cpu):
         capi.ggml_backend_graph_plan_create(cpu, None)
 
 
+def test_what_is_no_plan(cpu, arena):
+    """C has no type for a plan: those that there are are remembered."""
+    ctx = arena.context()
+    plan = capi.ggml_backend_graph_plan_create(cpu, arena.graph(ctx, arena.tensor(4, ctx=ctx)))
+    capi.ggml_backend_graph_plan_free(cpu, plan)
+    for wrong in (plan, ffi.cast("void *", 8), ffi.cast("void *", ctx)):
+        for function in (capi.ggml_backend_graph_plan_compute, capi.ggml_backend_graph_plan_free):
+            with pytest.raises(ValueError, match=r"requires is_plan\(plan, backend\)"):
+                function(cpu, wrong)
+
+
 def test_no_plans_on_a_meta_device(meta):
     with Arena(meta) as arena:
         ctx = arena.context()

@@ -63,14 +63,6 @@ def test_a_handle_freed_twice() -> None:
     assert ended.returncode in ENDINGS, ended.stderr
 
 
-def test_a_plan_that_is_none() -> None:
-    ended = child("""
-        print("before")
-        capi.ggml_backend_graph_plan_compute(cpu, ffi.cast("void *", 8))
-    """)
-    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
-
-
 def test_an_abort_outside_a_guarded_call(tmp_path: Path) -> None:
     """C code that got ggml's own function and calls it on a thread of its own."""
     ended = child("""

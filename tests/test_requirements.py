@@ -6,6 +6,7 @@ Each refused call stands next to one as near to it as can be that is right and c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from _compute import F32, Arena
 
-from ggml_cffi import capi
+from ggml_cffi import capi, ffi
 from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
 from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -889,6 +890,18 @@ def bad_indices(case: Indexed) -> list[list[int]]:
     return [[0, case.limit], [-1, 0], [0, (1 << 31) - 1], [-(1 << 31), 0]]
 
 
+@contextmanager
+def refused(result: Any, match: str = "") -> Iterator[None]:
+    """An IndexError comes out, and before anything has run: the result is as it was."""
+    mark = bytes([0x5A]) * capi.ggml_nbytes(result)
+    found = bytearray(len(mark))
+    capi.ggml_backend_tensor_set(result, mark, 0)
+    with pytest.raises(IndexError, match=match):
+        yield
+    capi.ggml_backend_tensor_get(result, found, 0)
+    assert found == mark
+
+
 @THREADS
 @pytest.mark.parametrize("case", INDEXED, ids=INDEXED_IDS)
 def test_indices(case: Indexed, threads: int) -> None:
@@ -900,18 +913,31 @@ def test_indices(case: Indexed, threads: int) -> None:
         capi.ggml_set_name(ids, "ids")
         result = case.build(bench, ids)
         graph = bench.graph(result)
+        plan = capi.ggml_backend_graph_plan_create(backend, graph)
+        work = capi.ggml_graph_plan(graph, threads)
+        memory = ffi.new("char[]", max(work.work_size, 1))
+        work.work_data = ffi.cast("uint8_t *", memory)
         for bad in bad_indices(case):
             capi.ggml_backend_tensor_set(ids, np.array(bad, NUMPY[case.type]), 0)
             wrong = next(i for i in bad if not 0 <= i < case.limit)
             op = capi.ggml_op_name(result.op)
             said = rf"index {wrong} in 'ids.*', of {op} .*is not in 0 \.\.\. {case.limit - 1}"
-            with pytest.raises(IndexError, match=said):
+            with refused(result, said):
                 capi.ggml_backend_graph_compute(backend, graph)
-            with pytest.raises(IndexError):
+            with refused(result, said):
+                capi.ggml_backend_graph_compute_async(backend, graph)
+            with refused(result, said):
+                capi.ggml_backend_graph_plan_compute(backend, plan)
+            with refused(result, said):
                 capi.ggml_graph_compute_with_ctx(arena.context(no_alloc=False), graph, threads)
+            with refused(result, said):
+                capi.ggml_graph_compute(graph, work)
         capi.ggml_backend_tensor_set(ids, np.array([case.limit - 1, 0], NUMPY[case.type]), 0)
         capi.ggml_backend_graph_compute(backend, graph)
+        capi.ggml_backend_graph_plan_compute(backend, plan)
         capi.ggml_graph_compute_with_ctx(arena.context(no_alloc=False), graph, threads)
+        capi.ggml_graph_compute(graph, work)
+        capi.ggml_backend_graph_plan_free(backend, plan)
     capi.ggml_backend_free(backend)
 
 
@@ -935,10 +961,13 @@ def test_indices_through_a_scheduler(case: Indexed, threads: int) -> None:
                 capi.ggml_backend_tensor_set(tensor, numbers, 0)
         for bad in bad_indices(case):
             capi.ggml_backend_tensor_set(ids, np.array(bad, NUMPY[case.type]), 0)
-            with pytest.raises(IndexError):
+            with refused(result, rf"is not in 0 \.\.\. {case.limit - 1}"):
                 capi.ggml_backend_sched_graph_compute(sched, graph)
+            with refused(result, rf"is not in 0 \.\.\. {case.limit - 1}"):
+                capi.ggml_backend_sched_graph_compute_async(sched, graph)
         capi.ggml_backend_tensor_set(ids, np.array([0, case.limit - 1], NUMPY[case.type]), 0)
         capi.ggml_backend_sched_graph_compute(sched, graph)
+        capi.ggml_backend_sched_synchronize(sched)
     capi.ggml_backend_free(backend)
 
 
@@ -1007,6 +1036,64 @@ def test_indices_that_the_graph_computes(bench: Bench) -> None:
     np.testing.assert_array_equal(found, bench.data()[1][[2, 0]])
 
 
+ORDERS: list[tuple[str, Callable[[Any, Any], Any], int]] = [
+    ("argsort", lambda ctx, a: capi.ggml_argsort(ctx, a, ASC), 6),
+    ("the first of an argsort", lambda ctx, a: capi.ggml_argsort_top_k(ctx, a, 2), 6),
+    ("top_k", lambda ctx, a: capi.ggml_top_k(ctx, a, 2), 6),
+    ("argmax", lambda ctx, a: capi.ggml_argmax(ctx, a), 6),
+    (
+        "copied and reshaped",
+        lambda ctx, a: capi.ggml_reshape_1d(
+            ctx, capi.ggml_cont(ctx, capi.ggml_transpose(ctx, capi.ggml_argsort(ctx, a, ASC))), 6
+        ),
+        6,
+    ),
+    (
+        "rows of an order",
+        lambda ctx, a: capi.ggml_get_rows(
+            ctx,
+            capi.ggml_reshape_2d(ctx, capi.ggml_argsort(ctx, a, ASC), 3, 2),
+            capi.ggml_argsort(ctx, capi.ggml_view_1d(ctx, a, 2, 0), ASC),
+        ),
+        6,
+    ),
+]
+
+
+@THREADS
+@pytest.mark.parametrize(("order", "limit"), [o[1:] for o in ORDERS], ids=[o[0] for o in ORDERS])
+def test_indices_that_the_graph_computes_in_a_known_range(
+    order: Callable[[Any, Any], Any], limit: int, threads: int
+) -> None:
+    """A table must have as many rows as there are numbers to be ordered: nothing runs before."""
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, threads)
+    for rows in (limit, limit - 1):
+        with Arena(backend) as arena:
+            bench = Bench(arena)
+            a, table = bench(6, data=[5, 4, 3, 2, 1, 0]), bench(8, rows)
+            ids = order(bench.ctx, a)
+            ids = capi.ggml_reshape_1d(bench.ctx, ids, capi.ggml_nelements(ids))
+            result = capi.ggml_get_rows(bench.ctx, table, ids)
+            graph = bench.graph(result)
+            before = np.full(capi.ggml_nelements(result), 7, np.float32)
+            capi.ggml_backend_tensor_set(result, before, 0)
+            found = np.empty_like(before)
+            if rows < limit:
+                said = r"indices up to 5 that the graph computes, of GET_ROWS .* 0 \.\.\. 4"
+                with pytest.raises(IndexError, match=said):
+                    capi.ggml_backend_graph_compute(backend, graph)
+                capi.ggml_backend_tensor_get(result, found, 0)
+                np.testing.assert_array_equal(found, before)
+            else:
+                capi.ggml_backend_graph_compute(backend, graph)
+                capi.ggml_backend_tensor_get(result, found, 0)
+                chosen = np.empty(capi.ggml_nelements(ids), np.int32)
+                capi.ggml_backend_tensor_get(ids, chosen, 0)
+                np.testing.assert_array_equal(found.reshape(-1, 8), bench.data()[1][chosen])
+    capi.ggml_backend_free(backend)
+
+
 def test_indices_of_what_is_not_computed(bench: Bench) -> None:
     """A branch that ggml_build_forward_select leaves out may have any."""
     table = bench(8, 4)
@@ -1022,3 +1109,148 @@ def test_indices_of_what_is_not_computed(bench: Bench) -> None:
     found = np.empty(8, np.float32)
     capi.ggml_backend_tensor_get(rows[1], found, 0)
     np.testing.assert_array_equal(found, bench.data()[0][2])
+
+
+# ---- indices of what is trained
+
+
+@pytest.fixture(params=[1, 4], ids=lambda n: f"{n} threads")
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, request.param)
+    with Arena(backend) as arena:
+        yield Training(arena)
+    capi.ggml_backend_free(backend)
+
+
+class Training:
+    """Rows of an embedding of 4 words, by data of two words each, are to be ones."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.sched = scheduler(arena, arena.backend)
+        self.ctx = arena.context(1 << 24)
+        weights = arena.context()
+        self.embedding = capi.ggml_new_tensor_2d(weights, F32, 3, 4)
+        self.inputs = capi.ggml_new_tensor_2d(weights, I32, 2, 2)
+        capi.ggml_set_param(self.embedding)
+        arena.allocate(weights)
+        capi.ggml_backend_tensor_set(self.embedding, np.zeros(12, np.float32), 0)
+        self.dataset = capi.ggml_opt_dataset_init(I32, F32, 2, 3, 6, 1)
+        arena.callback(capi.ggml_opt_dataset_free, self.dataset)
+        labels = capi.ggml_opt_dataset_labels(self.dataset)
+        capi.ggml_backend_tensor_set(labels, np.ones(18, np.float32), 0)
+
+    def words(self, words: list[list[int]]) -> None:
+        data = capi.ggml_opt_dataset_data(self.dataset)
+        capi.ggml_backend_tensor_set(data, np.array(words, np.int32), 0)
+
+    def first(self, ctx: Any) -> Any:
+        """The first word of each datum, as a vector of indices."""
+        column = capi.ggml_view_2d(ctx, self.inputs, 1, 2, self.inputs.nb[1], 0)
+        return capi.ggml_reshape_1d(ctx, capi.ggml_cont(ctx, column), 2)
+
+    def rows(self, ctx: Any, ids: Any) -> Any:
+        return capi.ggml_get_rows(ctx, self.embedding, ids)
+
+    def optimizer(self, outputs: Any = None) -> Any:
+        static = {"ctx_compute": self.ctx, "inputs": self.inputs, "outputs": outputs}
+        made = capi.ggml_opt_init(
+            backend_sched=self.sched,
+            loss_type=capi.GGML_OPT_LOSS_TYPE_MEAN_SQUARED_ERROR,
+            optimizer=capi.GGML_OPT_OPTIMIZER_TYPE_SGD,
+            get_opt_pars=lambda: {"sgd": {"alpha": 0.25, "wd": 0.0}},
+            **(static if outputs else {}),
+        )
+        self.arena.callback(capi.ggml_opt_free, made)
+        return made
+
+    def learnt(self) -> Numbers:
+        found = np.empty((4, 3), np.float32)
+        capi.ggml_backend_tensor_get(self.embedding, found, 0)
+        return found
+
+
+GOOD = [[0, 9], [1, 9], [3, 9], [0, 9], [1, 9], [3, 9]]
+
+
+def test_indices_of_an_epoch(training: Training) -> None:
+    """All of the data are looked at, but only the words that become indices."""
+    optimizer = training.optimizer(training.rows(training.ctx, training.first(training.ctx)))
+    for word in (4, -1):
+        for place in (0, 5):
+            bad = [list(datum) for datum in GOOD]
+            bad[place][0] = word
+            training.words(bad)
+            with pytest.raises(IndexError, match=rf"ggml_opt_epoch: .*index {word}.* 0 \.\.\. 3"):
+                capi.ggml_opt_epoch(optimizer, training.dataset, None, None, 4)
+    assert not training.learnt().any()
+    training.words(GOOD)
+    capi.ggml_opt_epoch(optimizer, training.dataset, None, None, 6)
+    assert (training.learnt()[[0, 1, 3]] > 0).all()
+    assert not training.learnt()[2].any()
+
+
+def test_indices_of_an_evaluation(training: Training) -> None:
+    optimizer = training.optimizer(training.rows(training.ctx, training.first(training.ctx)))
+    labels = capi.ggml_opt_labels(optimizer)
+    capi.ggml_opt_alloc(optimizer, True)
+    for bad in ([4, 0, 0, 0], [0, 0, -1, 0]):
+        capi.ggml_backend_tensor_set(training.inputs, np.array(bad, np.int32), 0)
+        with pytest.raises(IndexError, match=r"ggml_opt_eval: .* is not in 0 \.\.\. 3"):
+            capi.ggml_opt_eval(optimizer, None)
+    assert not training.learnt().any()
+    capi.ggml_backend_tensor_set(training.inputs, np.array([2, 9, 3, 9], np.int32), 0)
+    capi.ggml_backend_tensor_set(labels, np.ones(6, np.float32), 0)
+    capi.ggml_opt_eval(optimizer, None)
+    assert (training.learnt()[[2, 3]] > 0).all()
+
+
+def test_indices_of_an_evaluation_without_static_graphs(training: Training) -> None:
+    """The graph is the caller's, who may have freed it when it has been evaluated."""
+    optimizer = training.optimizer()
+    ids = training.inputs
+
+    def prepare() -> Any:
+        ctx = capi.ggml_init(mem_size=1 << 24, no_alloc=True)
+        graph = capi.ggml_new_graph_custom(ctx, 256, True)
+        outputs = training.rows(ctx, training.first(ctx))
+        capi.ggml_build_forward_expand(graph, outputs)
+        capi.ggml_opt_prepare_alloc(optimizer, ctx, graph, ids, outputs)
+        capi.ggml_opt_alloc(optimizer, False)
+        return ctx
+
+    ctx = prepare()
+    capi.ggml_backend_tensor_set(ids, np.array([0, 0, 4, 0], np.int32), 0)
+    for _ in range(2):
+        with pytest.raises(IndexError, match="index 4"):
+            capi.ggml_opt_eval(optimizer, None)
+    capi.ggml_backend_tensor_set(ids, np.zeros(4, np.int32), 0)
+    capi.ggml_opt_eval(optimizer, None)
+    capi.ggml_free(ctx)
+    with pytest.raises(AbortError, match="eval_ready"):
+        capi.ggml_opt_eval(optimizer, None)
+
+
+def test_indices_that_a_trained_graph_computes(training: Training) -> None:
+    ctx = training.ctx
+    wide = capi.ggml_new_tensor_2d(ctx, F32, 5, 2)
+    optimizer = training.optimizer(training.rows(ctx, capi.ggml_argmax(ctx, wide)))
+    capi.ggml_opt_alloc(optimizer, True)
+    with pytest.raises(IndexError, match="indices up to 4 that the graph computes"):
+        capi.ggml_opt_eval(optimizer, None)
+
+
+def test_an_abort_in_training_with_one_thread_raises() -> None:
+    """It computes with the threads of its scheduler's backends, not with the default's."""
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, 1)
+    with Arena(backend) as arena:
+        training = Training(arena)
+        numbers = capi.ggml_cast(training.ctx, training.first(training.ctx), F32)
+        ids = capi.ggml_cast(training.ctx, numbers, I32)  # the graph computes them
+        optimizer = training.optimizer(training.rows(training.ctx, ids))
+        training.words([[4, 0]] * 6)
+        with pytest.raises(AbortError, match=r"ggml_opt_epoch: .*GGML_ASSERT"):
+            capi.ggml_opt_epoch(optimizer, training.dataset, None, None, 6)
+    capi.ggml_backend_free(backend)
