@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 GGML = ROOT / "ggml"
 #: The C++ around every call, in this order.
-CPP = ("handles.hpp", "checks.hpp", "memory.hpp", "guard.hpp")
+CPP = ("handles.hpp", "checks.hpp", "memory.hpp", "state.hpp", "callbacks.hpp", "guard.hpp")
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
     "threads", "after",
 )  # fmt: skip
-_BOOLS = ("success",)
+_BOOLS = ("success", "releases")
 KEYS = frozenset((*_LISTS, *_TABLES, *_STRINGS, *_BOOLS))
 _OF_PARAMETERS = frozenset(
     ("holds", "nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",
      "defaults")
 )  # fmt: skip
-CALLBACK_KEYS = frozenset(("threads", "on_error", "used", "note"))
+CALLBACK_KEYS = frozenset(("threads", "on_error", "gone", "used", "note"))
 
 
 class AnnotationError(ValueError):
@@ -187,7 +187,7 @@ def _check_keys(
             wanted = list
         elif key in _TABLES:
             wanted = dict
-        elif key in _BOOLS or key == "used":
+        elif key in _BOOLS or key in ("used", "gone"):
             wanted = bool
         elif key in _STRINGS or key == "on_error":
             wanted = str

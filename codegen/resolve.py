@@ -72,6 +72,7 @@ class CallbackKind:
     note: str
     by_out: bool
     slots: tuple[str, ...] = ()
+    gone: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Bound:
     require: tuple[str, ...] = ()
     threads: str = ""
     after: str = ""
+    releases: bool = False
     override: str = ""
     note: str = ""
     library: str = ""
@@ -248,6 +250,7 @@ def _bind(
         require=tuple(table.get("require", ())),
         threads=table.get("threads", ""),
         after=table.get("after", ""),
+        releases=table.get("releases", False),
         override=table.get("override", ""),
         note=table.get("note", ""),
         library=library,
@@ -446,7 +449,7 @@ def _callbacks(
                 typedef.name, pointed, userdata, table.get("threads", "caller"),
                 table.get("on_error", ""), table.get("note", ""),
                 scalar_kind(api, pointed.returns) == "struct",
-                tuple(slots.get(typedef.name, ())),
+                tuple(slots.get(typedef.name, ())), table.get("gone"),
             )
         )  # fmt: skip
     return tuple(kinds)

@@ -26,67 +26,6 @@
 
 namespace ggml_cffi {
 
-// What went wrong in the last call of this thread; _runtime.py reads these numbers.
-enum error_kind : int {
-    no_error = 0,
-    aborted = 1,
-    null_argument = 2,
-    bad_enumerator = 3,
-    not_allowed = 4,
-    out_of_memory = 5,
-    cpp_exception = 6,
-    callback_raised = 7,
-};
-
-// How a function may be left when ggml aborts inside it.
-enum class leave { by_throw, compute, by_jump };
-
-struct abort_error {
-    std::string message;
-};
-
-// A guarded region; only a by_jump one has a place to jump to.
-struct region {
-    leave     how;
-    int       threads;
-    jmp_buf * jump;
-    volatile bool running; // the function itself, after what is checked; volatile: read after a jump
-};
-
-// What a thread needs at every call: plain data, which costs nothing to reach.
-struct thread_state {
-    region *     inside = nullptr;     // the innermost guarded region, null outside and in Python
-    int          kind = no_error;
-    int          index = -1;           // which argument
-    bool         raised = false;       // a callback of the present call failed
-    bool         foreign = false;      // Python was entered from no guarded call
-    int          depth = 0;            // of Python functions that ggml has called
-    void *       orphan = nullptr;     // a result that the failed call had already made
-    uint64_t     serial = 0;           // the present, or else the last, guarded call
-    uint64_t     n_calls = 0;          // so far
-    uint64_t     log_serial = 0;       // the call that `log` belongs to
-};
-static thread_local thread_state state;
-
-// And what it needs when something went wrong, or in a computation.
-struct thread_details {
-    std::string               message;
-    std::string               log;     // what ggml complained of during that call
-    std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
-    std::vector<const void *> finished; // and that the last one that ended here had called
-};
-inline thread_details & details() {
-    static thread_local thread_details mine;
-    return mine;
-}
-
-inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
-
-// Callbacks, by userdata, that failed on threads of ggml's own. The thread that computes calls each
-// callback of its graph as well, and so knows which failures are its own.
-inline std::mutex foreign_lock;
-inline std::vector<const void *> foreign_failed;
-inline std::atomic<bool> foreign_raised{false};       // there are some
 inline std::atomic<bool> user_abort{false};           // Python wants to hear of the end
 
 // ---- abort
@@ -140,35 +79,6 @@ inline void on_abort(const char * message) {
     }
 }
 
-// The callbacks that a computation calls on this thread; one inside a callback of another has its
-// own. When it is over its list stays, for ggml_cffi_take_foreign.
-struct computation {
-    std::vector<const void *> outer;
-    computation() { outer.swap(details().entered); }
-    computation(const computation &) = delete;
-    ~computation() {
-        details().finished.swap(details().entered);
-        details().entered.swap(outer);
-    }
-};
-struct no_computation {
-    ~no_computation() {} // so that it is not an unused variable
-};
-
-// Whether a callback of the computation that ends here has failed on another thread.
-inline bool failed_elsewhere() {
-    if (!foreign_raised) {
-        return false;
-    }
-    std::lock_guard<std::mutex> hold(foreign_lock);
-    for (const void * key : foreign_failed) {
-        if (std::find(details().entered.begin(), details().entered.end(), key) != details().entered.end()) {
-            return true;
-        }
-    }
-    return false;
-}
-
 // ---- a guarded call
 
 template <auto F, class Traits> struct call;
@@ -188,7 +98,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             here.jump = &jump;
             if (setjmp(jump)) {
                 s.inside = outer;
-                s.raised = raised_before;
+                end_failures(s, raised_before);
                 s.kind = aborted;
                 count_freed(here, false, a...);
                 return zero();
@@ -199,7 +109,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             // inside the region: what is required may be asked of ggml, which may abort over it
             if (!check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
                 s.inside = outer;
-                s.raised = raised_before;
+                end_failures(s, raised_before);
                 return zero();
             }
             here.threads = Traits::threads(a...);
@@ -263,8 +173,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     }
 
     static bool finish(thread_state & s, bool raised_before) {
-        const bool raised = s.raised || (Traits::how == leave::compute && failed_elsewhere());
-        s.raised = raised_before;
+        const bool raised = end_failures(s, raised_before);
         if (raised) {
             s.kind = callback_raised;
         }
@@ -273,9 +182,19 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
 
     static void fail(thread_state & s, region * outer, bool raised_before, int kind, const char * text) {
         s.inside = outer;
-        s.raised = raised_before;
+        end_failures(s, raised_before);
         s.kind = kind;
         details().message = text;
+    }
+
+    // Whether a callback has raised in this call, which ends here.
+    static bool end_failures(thread_state & s, bool raised_before) {
+        bool raised = s.raised;
+        s.raised = raised_before;
+        if (raised || (Traits::how == leave::compute && foreign_raised)) {
+            raised = collect_failures(Traits::how == leave::compute) || raised;
+        }
+        return raised;
     }
 
     template <size_t... I> static bool check(std::index_sequence<I...>, A... a) {
@@ -329,45 +248,7 @@ struct traits {
     template <class... A> static void after(A...) {}
 };
 
-// ---- into Python and back
-
-// Entered by every trampoline: the guard rests while Python runs. What Python raises is of the
-// guarded call that led here; on a thread of ggml's own there is none, and the exception waits for
-// the computation to end (foreign_raised).
-struct python_entry {
-    const void * const userdata;
-    region * const     outer = state.inside;
-    const bool         raised_before = state.raised;
-    const bool         foreign_before = state.foreign;
-    const uint64_t     serial_before = state.serial;
-    explicit python_entry(const void * key = nullptr) : userdata(key) {
-        thread_state & s = state;
-        if (key && outer && outer->how == leave::compute &&
-            std::find(details().entered.begin(), details().entered.end(), key) == details().entered.end()) {
-            details().entered.push_back(key);
-        }
-        s.inside = nullptr;
-        s.raised = false;
-        s.foreign = outer == nullptr;
-        ++s.depth;
-    }
-    python_entry(const python_entry &) = delete;
-    bool failed() const { return state.raised; }
-    ~python_entry() {
-        thread_state & s = state;
-        if (s.raised && s.foreign) {
-            std::lock_guard<std::mutex> hold(foreign_lock);
-            foreign_failed.push_back(userdata);
-            foreign_raised = true;
-            s.raised = false;
-        }
-        s.inside = outer;
-        s.raised = s.raised || raised_before;
-        s.foreign = foreign_before;
-        s.serial = serial_before; // what is logged from here on is the outer call's again
-        --s.depth;
-    }
-};
+// ---- what C gets where Python cannot answer
 
 // `nr` came after the meta device itself.
 template <class State> auto set_first_repeat(State & s, int) -> decltype((void) s.nr) { s.nr[0] = 1; }
@@ -407,22 +288,22 @@ static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool parti
 }
 
 static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }
-static void ggml_cffi_callback_raised(void) { ggml_cffi::state.raised = true; }
-static bool ggml_cffi_foreign_thread(void) { return ggml_cffi::state.foreign; }
 
-// Whether a failure on another thread belongs to the computation that has just ended on this one;
-// it is then this thread's to raise.
-static bool ggml_cffi_take_foreign(void * userdata) {
-    using namespace ggml_cffi;
-    const auto & mine = details().finished;
-    if (std::find(mine.begin(), mine.end(), userdata) == mine.end()) {
-        return false;
-    }
-    std::lock_guard<std::mutex> hold(foreign_lock);
-    foreign_failed.erase(std::remove(foreign_failed.begin(), foreign_failed.end(), userdata), foreign_failed.end());
-    foreign_raised = !foreign_failed.empty();
-    return true;
+// A Python function has raised what _callbacks.py keeps under this number. False: nobody will ask for
+// it, since no guarded call and no computation led to the function.
+static bool ggml_cffi_raise(uint64_t number) { return ggml_cffi::raise(number); }
+
+// Whether something was raised in this guarded call before the present Python function was called.
+static bool ggml_cffi_failing(void) {
+    const ggml_cffi::python_entry * entry = ggml_cffi::state.entry;
+    return entry && entry->raised_before;
 }
+
+// The next of the numbers raised in the call that has just ended, first one first; then 0.
+static uint64_t ggml_cffi_next_failure(void) { return ggml_cffi::next_failure(); }
+
+// The next number that nobody asked for in time; then 0.
+static uint64_t ggml_cffi_next_dropped(void) { return ggml_cffi::next_dropped(); }
 
 static int ggml_cffi_n_handles(void) { return (int) ggml_cffi::handle::n_handles; }
 static const char * ggml_cffi_handle_name(int kind) { return ggml_cffi::handle_names[kind]; }
@@ -430,7 +311,6 @@ static int64_t ggml_cffi_live_handles(int kind) { return ggml_cffi::handle_table
 static int64_t ggml_cffi_leaked_handles(int kind) { return ggml_cffi::handle_table.at(kind).leaked; }
 static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts; }
 
-static bool ggml_cffi_in_callback(void) { return ggml_cffi::state.depth > 0; }
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
 

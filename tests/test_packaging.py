@@ -159,6 +159,7 @@ def test_sdist(sdist: Path) -> None:
         "codegen/prefix.py",
         "ggml/annotations/rules.toml",
         "ggml/guard.hpp",
+        "ggml/callbacks.hpp",
         "ggml/checks.hpp",
         "ggml/memory.hpp",
         "ggml/pin.toml",

@@ -21,6 +21,8 @@ from operator import index as _index
 
 from .. import _runtime
 from .._callbacks import Attached as _Attached
+from .._callbacks import Replacing as _Replacing
+from .._callbacks import newest as _newest
 from .._callbacks import owners as _owners
 from .._callbacks import release as _release
 from .._loader import ffi as _ffi
@@ -176,6 +178,8 @@ def _function(binding: Binding, bound: Bound) -> str:
     conversion, passed = _conversions(binding, bound)
     call = f"_c_{bound.name}({', '.join(passed)})"
     callbacks = [arg for arg in bound.args if arg.kind == "callback"]
+    if _releases(binding, bound):  # another object may soon have its address, and callbacks
+        body.append("_n = _owners and _newest()")
     plain = bound.returns == "pointer" and bound.null == "error" and bound.visible
     straight = plain and not (bound.outs or callbacks or _releases(binding, bound))
     if straight:  # the shape of most calls, and the one whose speed counts
@@ -322,7 +326,8 @@ def _with_callbacks(
     bound: Bound, callbacks: list[Arg], attempt: list[str], after: list[str]
 ) -> list[str]:
     """The call inside a block that keeps the Python functions as long as the annotation says."""
-    lines = ["with _Attached() as _cb:"]
+    replaces = any(arg.callback and arg.callback.lifetime == "replaced" for arg in callbacks)
+    lines = [f"with _{'Replacing' if replaces else 'Attached'}() as _cb:"]
     for arg in callbacks:
         spec = arg.callback
         assert spec is not None
@@ -383,7 +388,7 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
         lines += ["if _error():", f"    {fail}"]
         value = None if kind == "void" else "_r"
     if _releases(binding, bound):
-        lines += ["if _owners:", f"    _release({bound.visible[0].name})"]
+        lines += ["if _n:", f"    _release({bound.visible[0].name}, _n)"]
     outs = [_out_value(binding, arg) for arg in bound.outs]
     values = ([value] if value else []) + outs
     if values:
@@ -403,8 +408,8 @@ def _out_value(binding: Binding, arg: Arg) -> str:
 
 
 def _releases(binding: Binding, bound: Bound) -> bool:
-    """Whether the function frees its first argument, and callbacks with it."""
-    return bound.guard == "nothrow" and bool(bound.visible)
+    """Whether the callbacks of its first argument are gone after the function."""
+    return (bound.guard == "nothrow" or bound.releases) and bool(bound.visible)
 
 
 # ---- docstrings

@@ -165,8 +165,8 @@ def _callbacks(binding: Binding) -> str:
     slots = [slot for kind in binding.callbacks for slot in kind.slots]
     lines = [
         f"static thread_local std::array<void *, {max(1, len(slots))}> ggml_cffi_slots;",
-        "static void ggml_cffi_set_slot(int slot, void * userdata) "
-        "{ ggml_cffi_slots.at(slot) = userdata; }",
+        "static void * ggml_cffi_set_slot(int slot, void * userdata) "
+        "{ std::swap(ggml_cffi_slots.at(slot), userdata); return userdata; }",
     ]
     for kind in binding.callbacks:
         lines.append(f"static {ir.declare(python_side(kind), f'ggml_cffi_py_{kind.name}')};")
@@ -190,7 +190,7 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
         call = f"{python}({', '.join([*arguments, '&result'])})"
         lines += [
             f"    {returns} result = {kind.on_error};",
-            "    if (ggml_cffi::closing) { return result; }",
+            f"    if (ggml_cffi::not_now({key}, true)) {{ return result; }}",
             f"    ggml_cffi::python_entry entry({key});",
             f"    {call};",
             f"    if (entry.failed()) {{ result = {kind.on_error}; }}",
@@ -200,8 +200,7 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
         call = f"{python}({', '.join(arguments)})"
         fallback = "return;" if void else f"return {kind.on_error};"
         lines += [
-            # after a failure in the same call nothing that follows is of use
-            f"    if (ggml_cffi::closing || ggml_cffi::state.raised) {{ {fallback} }}",
+            f"    if (ggml_cffi::not_now({key})) {{ {fallback} }}",
             f"    ggml_cffi::python_entry entry({key});",
         ]
         if void:

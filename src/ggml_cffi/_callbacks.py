@@ -7,6 +7,7 @@ led to it; meanwhile C gets the value that the annotations name.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import itertools
 import operator
@@ -35,27 +36,22 @@ _table: dict[int, Registration] = {}
 owners: dict[int, list[Registration]] = {}
 #: The one registration per (function, object) of callbacks that a later call replaces.
 _replaced: dict[tuple[str, int], Registration] = {}
-#: Exceptions of callbacks that ran on ggml's own threads, with the callbacks' numbers.
-_foreign: list[tuple[int, BaseException]] = []
-
-
-class _Raised(threading.local):
-    """What callbacks of this thread raised during its present call, first one first."""
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-
-_raised = _Raised()
+#: What callbacks raised, by the numbers that the guard keeps with the call it is to come out of.
+_errors: dict[int, BaseException] = {}
+_error_numbers = itertools.count(1)
+#: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
+_replacing = threading.RLock()
+_newest = 0
 
 
 class Registration:
     """A Python function that C may call until `drop`."""
 
     def __init__(self, function: Any) -> None:
+        global _newest
         self.function = function
-        self.number = next(_numbers)
         with _lock:
+            self.number = _newest = next(_numbers)
             _table[self.number] = self
 
     @property
@@ -74,6 +70,7 @@ class Attached:
 
     def __init__(self) -> None:
         self._new: list[tuple[Registration | None, str, Any, str]] = []
+        self._slots: list[tuple[int, Any]] = []
         self._result: Any = None
 
     def __enter__(self) -> Attached:
@@ -93,8 +90,9 @@ class Attached:
         if function is None or isinstance(function, ffi.CData):
             if lifetime == "replaced":
                 self._new.append((None, lifetime, owner, f"{where}.{name}"))
-                if not function and lib.ggml_cffi_in_callback():
-                    # ggml may be about to call it again without a look: it finds nobody there
+                if not function and KINDS[kind].gone is not None:
+                    # ggml may be about to call it without a look, and then finds nobody there; NULL
+                    # comes when it may, in the `after` of the function
                     return ffi.addressof(lib, KINDS[kind].trampolines[0]), ffi.NULL
             return function or ffi.NULL, ffi.NULL
         if not callable(function):
@@ -108,7 +106,10 @@ class Attached:
             trampoline = facts.trampolines[0]
         else:
             trampoline = facts.trampolines[list(facts.slots).index(slot)]
-            lib.ggml_cffi_set_slot(facts.slots[slot], registration.userdata)
+            number = facts.slots[slot]
+            before = lib.ggml_cffi_set_slot(number, registration.userdata)
+            if lifetime == "call":
+                self._slots.append((number, before))
         return ffi.addressof(lib, trampoline), registration.userdata
 
     def result(self, value: Any) -> None:
@@ -121,6 +122,8 @@ class Attached:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        for number, before in reversed(self._slots):  # those of a call that this one is inside of
+            lib.ggml_cffi_set_slot(number, before)
         for registration, lifetime, owner, where in self._new:
             if error is not None or lifetime == "call":
                 if registration is not None:
@@ -129,6 +132,25 @@ class Attached:
                 _replace(where, owner, registration)
             elif registration is not None and lifetime in ("object", "result"):
                 _own(owner if lifetime == "object" else self._result, registration)
+
+
+class Replacing(Attached):
+    """The callback of a call that takes the place of an earlier one's."""
+
+    def __enter__(self) -> Replacing:
+        _replacing.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            _replacing.release()
 
 
 def _address(owner: Any) -> int:
@@ -156,10 +178,22 @@ def _own(owner: Any, registration: Registration) -> None:
         owners.setdefault(_address(owner), []).append(registration)
 
 
-def release(owner: Any) -> None:
-    """`owner` has been freed: its callbacks go with it."""
+def newest() -> int:
+    """The number of the newest registration, for `release`."""
+    return _newest
+
+
+def release(owner: Any, last: int) -> None:
+    """`owner` is gone, and its callbacks with it.
+
+    Those with higher numbers than `last` belong to another object, which got its address meanwhile.
+    """
+    address = _address(owner)
     with _lock:
-        gone = owners.pop(_address(owner), ())
+        had = owners.pop(address, [])
+        gone = [registration for registration in had if registration.number <= last]
+        if len(gone) < len(had):
+            owners[address] = [registration for registration in had if registration not in gone]
     for registration in gone:
         registration.drop()
         for key in [k for k, r in _replaced.items() if r is registration]:
@@ -169,36 +203,33 @@ def release(owner: Any) -> None:
 # ---- exceptions on their way out
 
 
-def raise_later(error: BaseException, number: int = 0) -> None:
-    """Let `error` come out of the C call that this thread is in.
+def raise_later(error: BaseException) -> None:
+    """Let `error` come out of the C call that led to the present Python function.
 
-    On a thread of ggml's own there is none: it comes out of the computation that the callback with
-    this number belongs to, when that ends.
+    On a thread of ggml's own there is none: it comes out of the computation that the function is
+    a part of, when that ends.
     """
-    if lib.ggml_cffi_foreign_thread():
-        with _lock:
-            _foreign.append((number, error))
+    number = next(_error_numbers)
+    _errors[number] = error
+    if lib.ggml_cffi_raise(number):
+        return
+    _errors.pop(number, None)
+    if isinstance(error, KeyboardInterrupt):
+        _thread.interrupt_main()
     else:
-        _raised.errors.append(error)
-    lib.ggml_cffi_callback_raised()
+        _unraisable(error, "Exception ignored in a function that no call of ggml led to", None)
 
 
-def take_raised(function: str) -> BaseException:
-    """The first exception that a callback raised during the call that has just ended."""
-    pending = drop_raised()
-    with _lock:
-        for entry in _foreign[:]:
-            number, error = entry
-            if lib.ggml_cffi_take_foreign(ffi.cast("void *", number)):
-                pending.append(error)
-        _foreign[:] = [entry for entry in _foreign if entry[1] not in pending]
-    return pending[0] if pending else RuntimeError(f"{function}: a callback failed")
-
-
-def drop_raised() -> list[BaseException]:
-    """Forget what callbacks raised on this thread, and give it back."""
-    pending, _raised.errors = _raised.errors, []
-    return pending
+def take_raised() -> list[BaseException]:
+    """What callbacks raised in the call that has just ended on this thread, first one first."""
+    taken = []
+    while number := lib.ggml_cffi_next_failure():
+        error = _errors.pop(number, None)
+        if error is not None:
+            taken.append(error)
+    while number := lib.ggml_cffi_next_dropped():
+        _errors.pop(number, None)
+    return taken
 
 
 # ---- the Python side of every trampoline
@@ -233,17 +264,22 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
         out = args[-1] if by_out else None
         given = args[:-1] if by_out else args
         index = len(given) - 1 if position is None else position
-        registration = _table.get(_address(given[index]))
-        if registration is None or registration.function is None:
-            return default
         try:
+            registration = _table.get(_address(given[index]))
+            function = None if registration is None else registration.function
+            if function is None:
+                if facts.gone is not None:
+                    return facts.gone
+                raise RuntimeError(f"the function behind a {name} is gone, with what it belongs to")
+            if by_out and lib.ggml_cffi_failing():  # nobody will see what comes of it
+                return None
             values = [
                 _convert(converter, value)
                 for converter, value in zip(
                     facts.converters, given[:index] + given[index + 1 :], strict=True
                 )
             ]
-            result = registration.function(*values)
+            result = function(*values)
             if out is not None:
                 out[0] = result
                 return None
@@ -251,7 +287,7 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
                 return None
             return _checked(name, facts, result)
         except BaseException as error:  # it comes out of the C call
-            raise_later(error, registration.number)
+            raise_later(error)
             return default
 
     return call
@@ -288,12 +324,12 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
             bool(tensor.data),
             raise_later=raise_later,
             buffer=_address(tensor.buffer),
-            failing=bool(_raised.errors),
+            failing=lib.ggml_cffi_failing(),
         )
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED
-        raise_later(error, registration.number)
+        raise_later(error)
 
 
 def _late(kind: object, error: BaseException, traceback: object) -> None:
@@ -342,7 +378,12 @@ def _report(error: BaseException, what: str, function: object) -> None:
     """Hand what can go nowhere else to `sys.unraisablehook`; but an interrupt comes out."""
     if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
         raise_later(error)
-    elif sys.unraisablehook is sys.__unraisablehook__:  # takes nothing but the interpreter's own
+    else:
+        _unraisable(error, what, function)
+
+
+def _unraisable(error: BaseException, what: str, function: object) -> None:
+    if sys.unraisablehook is sys.__unraisablehook__:  # takes nothing but the interpreter's own
         print(f"{what}: {function!r}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
     else:

@@ -21,7 +21,7 @@ from ._loader import ffi, lib
 NULL = ffi.NULL
 _CData = ffi.CData
 
-# ggml_cffi::error_kind of ggml/guard.hpp
+# ggml_cffi::error_kind of ggml/state.hpp
 _ABORTED, _NULL_ARGUMENT, _BAD_ENUMERATOR, _NOT_ALLOWED = 1, 2, 3, 4
 _OUT_OF_MEMORY, _CPP_EXCEPTION, _CALLBACK_RAISED = 5, 6, 7
 
@@ -70,6 +70,7 @@ class Kind(NamedTuple):
     trampolines: tuple[str, ...]
     slots: Mapping[str, int]
     c_returns: str
+    gone: bool | None
 
 
 class Coverage(NamedTuple):
@@ -474,10 +475,43 @@ def _failure(
     kind = lib.ggml_cffi_error()
     message = _decode(lib.ggml_cffi_error_text())
     log = _decode(lib.ggml_cffi_error_log()).strip()
+    raised: list[BaseException] = _callbacks_module().take_raised()
     lib.ggml_cffi_clear()
     if kind == _CALLBACK_RAISED:
-        return _from_callback(function, facts, values)
-    _callbacks_module().drop_raised()
+        _free_orphan(facts, values)
+        return _first(raised) or RuntimeError(f"{function}: a callback failed")
+    error = _described(kind, function, facts, values, errno, status, message, log)
+    return _after(raised, error)
+
+
+def _first(raised: list[BaseException]) -> BaseException | None:
+    """Which of the exceptions comes out: the first one, but no interrupt is lost over it."""
+    interrupts = [error for error in raised if not isinstance(error, Exception)]
+    return next(iter(interrupts or raised), None)
+
+
+def _after(raised: list[BaseException], error: BaseException) -> BaseException:
+    """The failure of a call, or an interrupt in a callback that it must not hide."""
+    first = _first(raised)
+    if first is None:
+        return error
+    if isinstance(first, Exception):
+        error.__cause__ = first
+        return error
+    first.__context__ = error
+    return first
+
+
+def _described(
+    kind: int,
+    function: str,
+    facts: Spec,
+    values: tuple[Any, ...],
+    errno: int,
+    status: int | None,
+    message: str,
+    log: str,
+) -> BaseException:
     if kind == _ABORTED:
         return _with_cause(_abort(function, message, log), values)
     if kind == _NULL_ARGUMENT:
@@ -545,8 +579,8 @@ def _callbacks_module() -> Any:
     return _callbacks
 
 
-def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseException:
-    """The exception of the Python callback; a result already made is freed first."""
+def _free_orphan(facts: Spec, values: tuple[Any, ...]) -> None:
+    """Free the result that a call had already made when its callback failed."""
     orphan = lib.ggml_cffi_take_orphan()
     if orphan and facts.free:
         if facts.free == "ggml_backend_buffer_free":
@@ -557,8 +591,6 @@ def _from_callback(function: str, facts: Spec, values: tuple[Any, ...]) -> BaseE
         free = getattr(lib, facts.free)
         free(ffi.cast(ffi.typeof(free).args[0], orphan))
         lib.ggml_cffi_clear()
-    raised: BaseException = _callbacks_module().take_raised(function)
-    return raised
 
 
 _CONTEXT = ffi.typeof("struct ggml_context *")

@@ -1,0 +1,74 @@
+// What the guard knows of each thread: the guarded call that it is in, and what went wrong there.
+
+#include <csetjmp>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ggml_cffi {
+
+// What went wrong in the last call of this thread; _runtime.py reads these numbers.
+enum error_kind : int {
+    no_error = 0,
+    aborted = 1,
+    null_argument = 2,
+    bad_enumerator = 3,
+    not_allowed = 4,
+    out_of_memory = 5,
+    cpp_exception = 6,
+    callback_raised = 7,
+};
+
+// How a function may be left when ggml aborts inside it.
+enum class leave { by_throw, compute, by_jump };
+
+struct abort_error {
+    std::string message;
+};
+
+// A guarded region; only a by_jump one has a place to jump to.
+struct region {
+    leave     how;
+    int       threads;
+    jmp_buf * jump;
+    volatile bool running; // the function itself, after what is checked; volatile: read after a jump
+};
+
+struct python_entry;
+
+// What a thread needs at every call: plain data, which costs nothing to reach.
+struct thread_state {
+    region *     inside = nullptr;     // the innermost guarded region, null outside and in Python
+    int          kind = no_error;
+    int          index = -1;           // which argument
+    bool         raised = false;       // a callback of the present call failed
+    const python_entry * entry = nullptr; // the innermost Python function that ggml has called
+    void *       orphan = nullptr;     // a result that the failed call had already made
+    uint64_t     serial = 0;           // the present, or else the last, guarded call
+    uint64_t     n_calls = 0;          // so far
+    uint64_t     log_serial = 0;       // the call that `log` belongs to
+};
+static thread_local thread_state state;
+
+// What a Python function raised: a number under which _callbacks.py keeps the exception.
+struct failure {
+    uint64_t     number;
+    uint64_t     call;     // the guarded call that led to the function
+    const void * userdata; // of the function
+};
+
+// And what it needs when something went wrong, or in a computation.
+struct thread_details {
+    std::string               message;
+    std::string               log;     // what ggml complained of during that call
+    std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
+    std::vector<failure>      raised;  // in guarded calls that have not ended
+    std::vector<uint64_t>     failures; // the numbers of those in the call that ended last,
+    uint64_t                  failed_call = 0; // which is this one
+};
+inline thread_details & details() {
+    static thread_local thread_details mine;
+    return mine;
+}
+
+} // namespace ggml_cffi
