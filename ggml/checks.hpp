@@ -1000,12 +1000,33 @@ inline bool on_cpu(ggml_backend_t backend) {
     return ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
+// The graph allocator may put the result of these operations over their second operand, as it does
+// with operations that are done element by element; but they read that once they have written.
+inline bool spares_operands(const ggml_tensor * node) {
+    const ggml_tensor * second = node->src[1];
+    if ((node->op != GGML_OP_ADD_ID && node->op != GGML_OP_SOFT_MAX_BACK) || !second || !second->data || !node->data ||
+        buffer_of(node) != buffer_of(second)) {
+        return true;
+    }
+    const char * start = (const char *) node->data;
+    const char * other = (const char *) second->data;
+    if (start >= other + ggml_nbytes(second) || other >= start + ggml_nbytes(node)) {
+        return true;
+    }
+    why = named(node) + " would write over " + named(second) +
+          ", which it reads: it needs memory of its own, as ggml_set_output gives it in a graph allocator";
+    return false;
+}
+
 // The kernels of the CPU take these tensors and touch no more than them, if it is them.
 inline bool cpu_can(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
     if (on_cpu(backend)) {
         for (const ggml_tensor * node : computed_nodes(graph)) {
             if (!cpu_takes(node)) {
                 return no_kernel_for(node);
+            }
+            if (!spares_operands(node)) {
+                return false;
             }
         }
     }
@@ -1029,6 +1050,9 @@ inline bool tied_to_cpu(ggml_backend_sched_t sched, const ggml_tensor * node) {
 
 template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
     for (const ggml_tensor * node : computed_nodes(graph)) {
+        if (!spares_operands(node)) {
+            return false;
+        }
         if (cpu_takes(node)) {
             continue;
         }
