@@ -96,6 +96,7 @@ _TYPES = {
     "device.get_type": f"int({_DEV})",
     "device.get_props": f"void({_DEV}, struct ggml_backend_dev_props *)",
     "device.init_backend": f"void *({_DEV}, const char *)",
+    "device.get_buffer_type": f"void *({_DEV})",
     "device.offload_op": f"bool({_DEV}, {_TENSOR})",
     "device.event_new": f"void *({_DEV})",
     "device.event_free": f"void({_DEV}, {_EVENT})",
@@ -111,6 +112,7 @@ _TYPES = {
     "buffer.free_buffer": f"void({_BUFFER})",
     "buffer.reset": f"void({_BUFFER})",
     "buffer type.is_host": f"bool({_BUFT})",
+    "buffer type.get_max_size": f"size_t({_BUFT})",
     "reg.get_name": f"const char *({_REG})",
     "reg.get_device_count": f"size_t({_REG})",
     "reg.get_device": f"void *({_REG}, size_t)",
@@ -259,7 +261,13 @@ class Mark:
 class FakeDevice:
     """A device of a registry of its own; `pointer` and `reg` are for capi."""
 
-    def __init__(self, name: str = "Fake0", type: int = capi.GGML_BACKEND_DEVICE_TYPE_GPU) -> None:
+    def __init__(
+        self,
+        name: str = "Fake0",
+        type: int = capi.GGML_BACKEND_DEVICE_TYPE_GPU,
+        buffers: Any = None,
+    ) -> None:
+        """`buffers`: a buffer type of its own; it has that of the CPU else."""
         self.c_name, self.c_description = _string(name), _string(f"the {name} of the tests")
         self.type = type
         self.events: dict[int, Mark] = {}
@@ -290,6 +298,8 @@ class FakeDevice:
             "event_synchronize": lambda dev, event: self.events[_address(event)].wait(),
             "reg": self.reg,
         }
+        if buffers is not None:
+            functions["get_buffer_type"] = lambda dev: buffers
         self.pointer = ffi.cast(_DEV, _struct("device", DEVICE, cpu, functions))
         _keep.append(self)
 
@@ -317,10 +327,13 @@ class FakeDevice:
         return made
 
 
-def buffer_type(is_host: bool) -> Any:
-    """The CPU's buffer type, but host memory only if told so."""
+def buffer_type(is_host: bool, max_size: int | None = None) -> Any:
+    """The CPU's buffer type, but host memory only if told so, and of buffers of a largest size."""
     cpu = capi.ggml_backend_cpu_buffer_type()
-    made = _struct("buffer type", BUFFER_TYPE, cpu, {"is_host": lambda buft: is_host})
+    functions: dict[str, Any] = {"is_host": lambda buft: is_host}
+    if max_size is not None:
+        functions["get_max_size"] = lambda buft: max_size
+    made = _struct("buffer type", BUFFER_TYPE, cpu, functions)
     return ffi.cast(_BUFT, made)
 
 
