@@ -73,6 +73,7 @@ class CallbackKind:
     by_out: bool
     slots: tuple[str, ...] = ()
     gone: bool | None = None
+    in_kernel: bool = False
 
 
 @dataclass(frozen=True)
@@ -450,6 +451,7 @@ def _callbacks(
                 table.get("on_error", ""), table.get("note", ""),
                 scalar_kind(api, pointed.returns) == "struct",
                 tuple(slots.get(typedef.name, ())), table.get("gone"),
+                table.get("in_kernel", False),
             )
         )  # fmt: skip
     return tuple(kinds)

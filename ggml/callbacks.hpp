@@ -29,7 +29,8 @@ struct python_entry {
     const python_entry * const entry_before = state.entry;
     const bool                 raised_before = state.raised;
     const uint64_t             serial_before = state.serial;
-    explicit python_entry(const void * key = nullptr) : userdata(key) {
+    const bool                 in_kernel; // called in the midst of a backend's work
+    explicit python_entry(const void * key = nullptr, bool kernel = false) : userdata(key), in_kernel(kernel) {
         thread_state & s = state;
         s.inside = nullptr;
         s.entry = this;
@@ -149,18 +150,27 @@ inline std::mutex computing_lock;
 inline int n_computing = 0;                           // on all threads
 inline std::vector<ggml_backend_sched_t> without_eval_callback;
 
+inline std::vector<const void *> at_work;             // backends and schedulers that compute
+
 // One on this thread: the callbacks that it calls. One inside a callback of another has its own.
 struct computation {
     std::vector<const void *> outer;
+    std::vector<const void *> uses;                   // its part of at_work
+    computation * const       before = details().computing;
     computation() {
         outer.swap(details().entered);
+        details().computing = this;
         std::lock_guard<std::mutex> hold(computing_lock);
         ++n_computing;
     }
     computation(const computation &) = delete;
     ~computation() {
         details().entered.swap(outer);
+        details().computing = before;
         std::lock_guard<std::mutex> hold(computing_lock);
+        for (const void * used : uses) {
+            at_work.erase(std::find(at_work.begin(), at_work.end(), used));
+        }
         if (--n_computing == 0) {
             for (ggml_backend_sched_t scheduler : without_eval_callback) {
                 ggml_backend_sched_set_eval_callback(scheduler, nullptr, nullptr);
@@ -172,6 +182,75 @@ struct computation {
 struct no_computation {
     ~no_computation() {} // so that it is not an unused variable
 };
+
+// With computing_lock held.
+inline bool works(const void * object) { return std::find(at_work.begin(), at_work.end(), object) != at_work.end(); }
+
+inline void begin_work(const void * object) {
+    computation * mine = details().computing;
+    mine->uses.reserve(mine->uses.size() + 1);
+    at_work.push_back(object);
+    mine->uses.push_back(object);
+}
+
+// A computation on this backend begins, unless it is in the midst of one: a second one, inside of an
+// operation or an abort callback that the first has called, would free its work buffer.
+inline bool idle(ggml_backend_t backend) {
+    bool in_kernel = false;
+    for (const python_entry * entry = state.entry; entry; entry = entry->entry_before) {
+        in_kernel |= entry->in_kernel;
+    }
+    for (size_t i = 0; i < n_children(backend); ++i) {
+        if (!idle(child(backend, i))) {
+            return false;
+        }
+    }
+    std::lock_guard<std::mutex> hold(computing_lock);
+    if (in_kernel && works(backend)) {
+        check::why = "the backend is computing what this is called by";
+        return false;
+    }
+    begin_work(backend);
+    return true;
+}
+
+// What a scheduler is computing must not be planned anew meanwhile.
+inline bool not_computing(ggml_backend_sched_t scheduler) {
+    std::lock_guard<std::mutex> hold(computing_lock);
+    if (works(scheduler)) {
+        check::why = "the scheduler is computing what this is called by";
+        return false;
+    }
+    return true;
+}
+
+inline bool backends_idle(ggml_backend_sched_t scheduler) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+        if (!idle(ggml_backend_sched_get_backend(scheduler, i))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline bool idle(ggml_backend_sched_t scheduler) {
+    if (!not_computing(scheduler) || !backends_idle(scheduler)) {
+        return false;
+    }
+    std::lock_guard<std::mutex> hold(computing_lock);
+    begin_work(scheduler);
+    return true;
+}
+
+// A step of training is a computation of its scheduler; between those of an epoch that is free.
+inline bool idle(ggml_opt_context_t context) {
+    ggml_backend_sched_t scheduler = scheduler_of(context);
+    return !scheduler || idle(scheduler);
+}
+inline bool backends_idle(ggml_opt_context_t context) {
+    ggml_backend_sched_t scheduler = scheduler_of(context);
+    return !scheduler || backends_idle(scheduler);
+}
 
 // A scheduler got an eval callback, or that of nobody. ggml calls it for each node without looking
 // whether it is still there, so NULL has to wait until nothing computes.

@@ -232,13 +232,14 @@ inline void forget_scheduler(ggml_opt_context_t context) {
     optimisations_table.erase(context);
 }
 
+inline ggml_backend_sched_t scheduler_of(ggml_opt_context_t context) {
+    std::lock_guard<std::mutex> hold(optimisations_lock);
+    auto found = optimisations_table.find(context);
+    return found == optimisations_table.end() ? nullptr : found->second.scheduler;
+}
+
 inline int threads_of(ggml_opt_context_t context) {
-    ggml_backend_sched_t scheduler = nullptr;
-    {
-        std::lock_guard<std::mutex> hold(optimisations_lock);
-        auto found = optimisations_table.find(context);
-        scheduler = found == optimisations_table.end() ? nullptr : found->second.scheduler;
-    }
+    ggml_backend_sched_t scheduler = scheduler_of(context);
     return scheduler ? threads_of(scheduler) : GGML_DEFAULT_N_THREADS;
 }
 

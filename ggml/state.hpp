@@ -35,6 +35,7 @@ struct region {
 };
 
 struct python_entry;
+struct computation;
 
 // What a thread needs at every call: plain data, which costs nothing to reach.
 struct thread_state {
@@ -61,6 +62,7 @@ struct failure {
 struct thread_details {
     std::string               message;
     std::string               log;     // what ggml complained of during that call
+    computation *             computing = nullptr; // the innermost
     std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
     std::vector<failure>      raised;  // in guarded calls that have not ended
     std::vector<uint64_t>     failures; // the numbers of those in the call that ended last,

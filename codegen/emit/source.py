@@ -185,13 +185,14 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
     void = scalar_kind(binding.api, kind.type.returns) == "void"
     python = f"ggml_cffi_py_{kind.name}"
     key = arguments[-1] if kind.userdata is None else arguments[kind.userdata]
+    entered = f"{key}, true" if kind.in_kernel else key
     lines = [f"static {ir.declare(kind.type, name)} {{"]
     if kind.by_out:
         call = f"{python}({', '.join([*arguments, '&result'])})"
         lines += [
             f"    {returns} result = {kind.on_error};",
             f"    if (ggml_cffi::not_now({key}, true)) {{ return result; }}",
-            f"    ggml_cffi::python_entry entry({key});",
+            f"    ggml_cffi::python_entry entry({entered});",
             f"    {call};",
             f"    if (entry.failed()) {{ result = {kind.on_error}; }}",
             "    return result;",
@@ -201,7 +202,7 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
         fallback = "return;" if void else f"return {kind.on_error};"
         lines += [
             f"    if (ggml_cffi::not_now({key})) {{ {fallback} }}",
-            f"    ggml_cffi::python_entry entry({key});",
+            f"    ggml_cffi::python_entry entry({entered});",
         ]
         if void:
             lines.append(f"    {call};")
