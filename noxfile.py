@@ -175,10 +175,12 @@ def tests(session: nox.Session, backend: str) -> None:
 
 @nox.session(python=CORE)
 def core(session: nox.Session) -> None:
-    """The tests that are worth running on every Python."""
+    """The tests that are worth running on every Python, in its development mode."""
     install(session, "test", "pytest-xdist")
     quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen")
-    pytest(session, "tests", *quick, *PARALLEL)
+    # Warnings are errors, in the processes that tests start as well; every object's bounds are checked.
+    strict = {"PYTHONDEVMODE": "1", "PYTHONMALLOC": "debug", "PYTHONWARNINGS": "error"}
+    pytest(session, "tests", *quick, *PARALLEL, **strict)
 
 
 @nox.session(python=MAIN)
