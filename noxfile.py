@@ -178,7 +178,7 @@ def core(session: nox.Session) -> None:
     """The tests that are worth running on every Python, in its development mode."""
     install(session, "test", "pytest-xdist")
     quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen")
-    # Warnings are errors, in the processes that tests start as well; every object's bounds are checked.
+    # Warnings are errors, in the processes that tests start as well; memory has its bounds checked.
     strict = {"PYTHONDEVMODE": "1", "PYTHONMALLOC": "debug", "PYTHONWARNINGS": "error"}
     pytest(session, "tests", *quick, *PARALLEL, **strict)
 
