@@ -174,6 +174,9 @@ inline void forget_plan(ggml_backend_sched_t scheduler) {
 // ggml frees a CPU backend's work buffer before it allocates a larger one: if that throws, the
 // backend is left with the freed one. So try first. Throws std::bad_alloc.
 inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
+    for (size_t i = 0; i < n_children(backend); ++i) {
+        can_work(child(backend, i), graph);
+    }
     if (ggml_backend_is_cpu(backend)) {
         const size_t size = ggml_graph_plan(graph, threads_of(backend), nullptr).work_size;
         if (size > (1u << 20)) {
@@ -185,6 +188,25 @@ inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
 #else
 inline bool can_work(ggml_backend_t, ggml_cgraph *) { return true; }
 #endif
+
+// Which of its backends gets what of the graph is not known: any may get all.
+inline bool can_work(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+        can_work(ggml_backend_sched_get_backend(scheduler, i), graph);
+    }
+    return true;
+}
+
+// ggml_backend_sched_new does not look whether it got what it asks for: for each node of the largest
+// graph, the tensors and places of as many inputs as a split can have, and its part of a hash table.
+// So try first. Throws std::bad_alloc.
+inline bool can_schedule(size_t n_backends, size_t graph_size, bool parallel) {
+    const size_t inputs = 2 * 30, copies = parallel ? 4 : 1;
+    const size_t hashed = 2 * (sizeof(void *) + sizeof(int) + n_backends * copies * sizeof(void *));
+    const size_t listed = (inputs + 1) * 4 * sizeof(int);
+    ::operator delete(::operator new(graph_size * (inputs * sizeof(ggml_tensor) + listed + hashed)));
+    return true;
+}
 
 // ---- what a scheduler is allocated for: given another graph, ggml computes the first one again
 
