@@ -166,6 +166,49 @@ class PlanAbort(CpuAbort):
     }
 
 
+class OwnPlan(Place):
+    """A plan that the caller has made."""
+
+    kind = "ggml_abort_callback"
+    where = ("ggml_graph_compute", "abort_callback")
+    lifetime = "call"
+    wrong = (None, 1, "yes")
+    without: ClassVar[dict[str, str]] = {
+        "replaced by another thread": "the call",
+        "worker threads": "caller",
+    }
+
+    def make(self) -> None:
+        self.graphs = []
+        for _ in range(2):
+            ctx, node = self.arena.context(), self.arena.weight(4)
+            capi.ggml_set_f32(node, 2.0)
+            for _ in range(3):
+                node = capi.ggml_sqr(ctx, node)
+            self.graphs.append((self.arena.graph(ctx, node), node))
+
+    def compute(self, graph: Any, function: Any) -> Any:
+        return capi.ggml_graph_compute(graph, capi.ggml_graph_plan(graph, 2), function)
+
+    def run(self) -> Any:
+        graph, result = self.graphs[0]
+        floats(result)[:] = 0
+        return self.compute(graph, self.function)
+
+    def nested(self) -> None:
+        asked: list[int] = []
+        self.compute(self.graphs[1][0], lambda: bool(asked.append(1)))
+        assert len(asked) > 1
+
+    def answer(self) -> bool:
+        return False
+
+    def check(self, result: Any) -> None:
+        assert result is capi.GGML_STATUS_SUCCESS
+        assert floats(self.graphs[0][1]).tolist() == [256.0] * 4
+        assert self.seen == [()] * len(self.seen)
+
+
 # ---- operations
 
 
@@ -641,6 +684,7 @@ class SplitMirror(Split):
 PLACES: tuple[type[Place], ...] = (
     CpuAbort,
     PlanAbort,
+    OwnPlan,
     custom("ggml_custom1_op_t", "ggml_map_custom1", 1),
     custom("ggml_custom1_op_t", "ggml_map_custom1_inplace", 1),
     custom("ggml_custom2_op_t", "ggml_map_custom2", 2),
