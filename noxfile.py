@@ -216,6 +216,14 @@ def sanitizer_library(session: nox.Session, name: str) -> str:
 
 
 @nox.session(python=MAIN)
+def fuzz(session: nox.Session) -> None:
+    """Five thousand random graphs and calls, or GGML_CFFI_FUZZ of them, and what they come to."""
+    install(session, "test")
+    environ = {"GGML_CFFI_FUZZ": os.environ.get("GGML_CFFI_FUZZ", "5000")}
+    pytest(session, "tests/fuzz", "-s", **environ)
+
+
+@nox.session(python=MAIN)
 def demo(session: nox.Session) -> None:
     """The demonstration; ``-- --model FILE.gguf`` for a real model."""
     install(session, "", "gguf")
@@ -233,5 +241,5 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
     """Every session: all tests on all Pythons and backends, the benchmark and the demonstration."""
-    for name in ("lint", "codegen", "typing", "tests", "demo", "bench"):
+    for name in ("lint", "codegen", "typing", "tests", "fuzz", "demo", "bench"):
         session.notify(name)
