@@ -533,38 +533,3 @@ def test_a_function_that_leads_to_itself_is_a_recursion_error(arena: Arena, cpu:
         callback(0, None, None)
     assert len(depth) > 50
     assert _callbacks._errors == {}
-
-
-def test_an_eval_callback_comes_and_goes_while_another_thread_computes(arena: Arena) -> None:
-    """ggml calls it for each node without looking whether it is still there."""
-    sched = scheduler(arena)
-    operand = arena.weight(4)
-    capi.ggml_set_f32(operand, 1.0)
-    ctx, result = arena.context(), operand
-    for _ in range(15):
-        result = capi.ggml_add(ctx, result, operand)
-    graph = arena.graph(ctx, result, allocate=False)
-    done = threading.Event()
-    rounds = 0
-
-    def replace() -> None:
-        nonlocal rounds
-        while not done.is_set():
-            for _ in range(2):
-                capi.ggml_backend_sched_set_eval_callback(sched, lambda node, ask: True)
-            capi.ggml_backend_sched_set_eval_callback(sched, None)
-            rounds += 1
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    try:
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            capi.ggml_backend_sched_graph_compute(sched, graph)
-            assert floats(result).tolist() == [16.0] * 4
-    finally:
-        done.set()
-        thread.join()
-    assert rounds > 10
-    capi.ggml_backend_sched_graph_compute(sched, graph)
-    assert floats(result).tolist() == [16.0] * 4
