@@ -101,6 +101,7 @@ _TYPES = {
     "device.get_props": f"void({_DEV}, struct ggml_backend_dev_props *)",
     "device.init_backend": f"void *({_DEV}, const char *)",
     "device.get_buffer_type": f"void *({_DEV})",
+    "device.supports_buft": f"bool({_DEV}, {_BUFT})",
     "device.offload_op": f"bool({_DEV}, {_TENSOR})",
     "device.event_new": f"void *({_DEV})",
     "device.event_free": f"void({_DEV}, {_EVENT})",
@@ -310,6 +311,7 @@ class FakeDevice:
         }
         if buffers is not None:
             functions["get_buffer_type"] = lambda dev: buffers
+            functions["supports_buft"] = lambda dev, buft: buft == buffers
         self.pointer = ffi.cast(_DEV, _struct("device", DEVICE, cpu, functions))
         _keep.append(self)
 
