@@ -237,6 +237,8 @@ inline bool is_copy(ggml_backend_sched_t scheduler, const ggml_tensor * t) {
     return false;
 }
 
+inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forget(scheduler); }
+
 // Said before the call, which may allocate and then abort. Always true.
 inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
@@ -255,12 +257,28 @@ inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     return true;
 }
 
-inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forget(scheduler); }
-
 // The scheduler is reset, or allocated for this very graph as it is now.
 inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
     return !found || found->holds(graph);
+}
+
+// No operation of the graph writes over an operand that it reads after that. The scheduler's allocator
+// decides it: a graph with such operations that has yet to be allocated is so now, as it would be in
+// the computation. Where that fails, so will the computation, with a status.
+inline bool spares_operands(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    const auto nodes = check::computed_nodes(graph);
+    if (std::none_of(nodes.begin(), nodes.end(), check::may_write_over)) {
+        return true;
+    }
+    if (!scheduled_table.find(scheduler)) {
+        note_graph(scheduler, graph);
+        if (!ggml_backend_sched_alloc_graph(scheduler, graph)) {
+            forget_graph(scheduler);
+            return true;
+        }
+    }
+    return std::all_of(nodes.begin(), nodes.end(), check::spares_operands);
 }
 
 // The CPU may be to compute a node, as far as that has been decided.
