@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -19,26 +18,26 @@ inline std::atomic<int64_t> remembered{0}; // entries of all tables
 // What is known of objects, by their addresses. An entry goes before its object does: another thread
 // may get the address at once.
 template <class Value> class by_address {
-    std::mutex                              lock;
+    fork_safe_mutex                         lock;
     std::unordered_map<const void *, Value> entries;
     std::atomic<bool>                       used{false}; // where it is empty, a look-up needs no lock
 
   public:
     void note(const void * key, Value value) {
-        std::lock_guard<std::mutex> hold(lock);
+        std::lock_guard<fork_safe_mutex> hold(lock);
         remembered += entries.insert_or_assign(key, value).second;
         used = true;
     }
     void forget(const void * key) {
         if (used) {
-            std::lock_guard<std::mutex> hold(lock);
+            std::lock_guard<fork_safe_mutex> hold(lock);
             remembered -= (int64_t) entries.erase(key);
             used = !entries.empty();
         }
     }
     void forget_all(Value value) {
         if (used) {
-            std::lock_guard<std::mutex> hold(lock);
+            std::lock_guard<fork_safe_mutex> hold(lock);
             for (auto entry = entries.begin(); entry != entries.end();) {
                 const bool gone = entry->second == value;
                 entry = gone ? entries.erase(entry) : std::next(entry);
@@ -51,7 +50,7 @@ template <class Value> class by_address {
         if (!used) {
             return std::nullopt;
         }
-        std::lock_guard<std::mutex> hold(lock);
+        std::lock_guard<fork_safe_mutex> hold(lock);
         auto found = entries.find(key);
         return found == entries.end() ? std::nullopt : std::optional<Value>(found->second);
     }

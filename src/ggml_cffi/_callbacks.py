@@ -493,11 +493,5 @@ def _device_of(value: Any) -> Any:
     return None
 
 
-def _close() -> None:
-    """The interpreter ends: from here on ggml's callbacks get their safe values."""
-    lib.ggml_cffi_close()
-    flush()
-
-
 lib.ggml_cffi_install()
-atexit.register(_close)
+atexit.register(flush)  # a line that ggml has only begun
