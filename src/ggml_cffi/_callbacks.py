@@ -30,7 +30,7 @@ from .meta._split import SplitAxis, fill, tensor_info
 _SPLIT = "ggml_backend_meta_get_split_state_t"
 
 _numbers = itertools.count(1)
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector may free an owner while it is held
 _table: dict[int, Registration] = {}
 #: What each native object keeps alive: its address → registrations; `release` ends it.
 owners: dict[int, list[Registration]] = {}

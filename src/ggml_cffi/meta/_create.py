@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..device import Device
 
 _NAME = "ggml_backend_meta_device"
-_lock = threading.Lock()  # ggml's maps of meta devices and of their buffer types have none
+_lock = threading.RLock()  # ggml's maps of meta devices and of their buffer types have none
 
 
 def create(
