@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import ir, lock, report, resolve
 from .annotations import load as load_annotations
-from .emit import capi, cdef, enums, source, tables, types
+from .emit import capi, cdef, enums, ops, source, tables, types
 from .parse import parse
 from .prefix import Prefix, exported_symbols
 from .preprocess import preprocess
@@ -30,6 +30,7 @@ CPP = (
     "state.hpp",
     "callbacks.hpp",
     "guard.hpp",
+    "graphs.hpp",
 )
 
 
@@ -103,6 +104,8 @@ def generate(prefix: Prefix, outdir: Path, *, compiler: str | None = None) -> Ge
         "enums.pyi": enums.emit_stub(binding),
         "tables.py": tables.emit(binding),
         "types.py": types.emit(binding),
+        "ops.py": ops.emit(binding),
+        "ops.pyi": ops.emit_stub(binding),
         "build_info.py": _build_info(prefix, binding),
         "report.txt": report.emit(binding),
     }

@@ -96,6 +96,7 @@ class Bound:
     undo: str = ""
     releases: bool = False
     frees_inside: bool = False
+    op: bool = True  # if it makes a tensor: whether it is an operation
     override: str = ""
     note: str = ""
     library: str = ""
@@ -259,6 +260,7 @@ def _bind(
         undo=table.get("undo", ""),
         releases=table.get("releases", False),
         frees_inside=table.get("frees_inside", False),
+        op=table.get("op", True),
         override=table.get("override", ""),
         note=table.get("note", ""),
         library=library,

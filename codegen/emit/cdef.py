@@ -28,6 +28,10 @@ void ggml_cffi_note_threads(struct ggml_backend *backend, int n);
 void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
 void ggml_cffi_set_user_abort(bool wanted);
 void ggml_cffi_install(void);
+int64_t ggml_cffi_order(struct ggml_tensor **outputs, int n, struct ggml_tensor **order,
+                        int64_t capacity);
+void ggml_cffi_copy_tensors(struct ggml_context *ctx, struct ggml_tensor **order, int64_t n,
+                            struct ggml_tensor **copies);
 void *ggml_cffi_set_slot(int slot, void *userdata);
 extern "Python" void ggml_cffi_py_log(int level, const char *text);
 extern "Python" void ggml_cffi_py_abort(const char *message);

@@ -210,6 +210,13 @@ class Owned(Closing, Generic[_Handle]):
         handle: _Handle = self._resource.handle
         return handle
 
+    def _depend_on(self, parent: Owned[Any]) -> None:
+        """Need one more object, as if it were among `keep`; it must not need this one."""
+        with _lock:
+            self._resource.parents.append(parent._resource)
+            parent._resource.users += 1
+        parent._children.add(self)
+
     @property
     def closed(self) -> bool:
         """Whether the object is closed, and cannot be used any more."""

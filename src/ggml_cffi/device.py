@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,42 @@ class Device(Borrowed[types.ggml_backend_device]):
         """Free and total bytes, as far as the device tells."""
         return Memory(*capi.ggml_backend_dev_memory(self.handle))
 
+    @property
+    def buffer_types(self) -> list[str]:
+        """The names of the kinds of memory it can compute with: its own first, then special ones.
+
+        Those of the CPU device keep weights in another order, for speed (CPU_REPACK and the like).
+        """
+        return list(self._buffer_types())
+
+    def buffer_type(self, name: str | None = None) -> types.ggml_backend_buffer_type:
+        """The kind of memory of this name, its own by default.
+
+        Raises ValueError, with the names there are, for no such name.
+        """
+        found = self._buffer_types()
+        if name is None:
+            return next(iter(found.values()))
+        if name not in found:
+            raise ValueError(
+                f"{self.name} has no buffer type {name!r}; it has {', '.join(found)}"
+            )
+        return found[name]
+
+    def _buffer_types(self) -> dict[str, types.ggml_backend_buffer_type]:
+        kinds = [capi.ggml_backend_dev_buffer_type(self.handle)]
+        reg = capi.ggml_backend_dev_backend_reg(self.handle)
+        getter = reg and capi.ggml_backend_reg_get_proc_address(
+            reg, "ggml_backend_dev_get_extra_bufts"
+        )
+        if getter:
+            extra = invoke("ggml_backend_dev_get_extra_bufts_t", getter, self.handle)
+            index = 0
+            while extra and extra[index]:
+                kinds.append(extra[index])
+                index += 1
+        return {capi.ggml_backend_buft_name(kind) or "": kind for kind in kinds}
+
     def supports_op(self, tensor: types.ggml_tensor) -> bool:
         """Whether the device can compute the operation that makes `tensor`."""
         return capi.ggml_backend_dev_supports_op(self.handle, raw(tensor, TENSOR, "tensor"))
@@ -104,6 +141,7 @@ class Backend(Owned[types.ggml_backend]):
         handle = capi.ggml_backend_dev_init(device.handle, None)
         super().__init__(handle, capi.ggml_backend_free, (device,))
         self.device = device
+        self._lock = threading.RLock()  # a backend computes one graph at a time
         try:
             set_n_threads(handle, count)
         except BaseException:

@@ -7,6 +7,7 @@ __all__ = [
     "GGMLError",
     "GGUFError",
     "NotSupportedError",
+    "OperandError",
     "SplitError",
     "StatusError",
     "StatusMemoryError",
@@ -50,6 +51,10 @@ class AbortError(GGMLError):
     def __reduce__(self) -> tuple[object, ...]:
         fields = self.message, self.file, self.line, self.function, self.log, self.lost
         return type(self), fields
+
+
+class OperandError(AbortError, ValueError):
+    """Operands of an operation do not fit each other; the message names them with their shapes."""
 
 
 class StatusError(GGMLError):

@@ -1,0 +1,87 @@
+// Graphs as the objects have them: in an order of computation, however deep, and copied, so that the
+// same operations can be allocated on several devices.
+
+#include <cstdint>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+namespace ggml_cffi {
+
+// A tensor that has memory of its own, and so is no part of what a graph computes.
+inline bool stands_alone(const ggml_tensor * t) { return t->buffer || (t->data && !t->view_src); }
+
+// All that `outputs` are made from, operands first; without recursion, which a deep graph's depth
+// would be too much for.
+inline std::vector<ggml_tensor *> in_order(ggml_tensor ** outputs, int n) {
+    std::vector<ggml_tensor *> order;
+    std::unordered_map<ggml_tensor *, bool> done; // false: begun
+    std::vector<ggml_tensor *> todo;
+    for (int i = 0; i < n; ++i) {
+        todo.push_back(outputs[i]);
+        while (!todo.empty()) {
+            ggml_tensor * t = todo.back();
+            auto [found, fresh] = done.emplace(t, false);
+            if (!fresh) {
+                todo.pop_back();
+                if (!found->second) {
+                    found->second = true;
+                    order.push_back(t);
+                }
+                continue;
+            }
+            if (stands_alone(t)) {
+                continue;
+            }
+            for (int s = GGML_MAX_SRC - 1; s >= 0; --s) {
+                if (t->src[s] && !done.count(t->src[s])) {
+                    todo.push_back(t->src[s]);
+                }
+            }
+            if (t->view_src && !done.count(t->view_src)) {
+                todo.push_back(t->view_src);
+            }
+        }
+    }
+    return order;
+}
+
+} // namespace ggml_cffi
+
+// The tensors that `outputs` are made from, operands first: fills `order` up to `capacity` and gives
+// how many there are.
+static int64_t ggml_cffi_order(struct ggml_tensor ** outputs, int n, struct ggml_tensor ** order, int64_t capacity) {
+    const auto found = ggml_cffi::in_order(outputs, n);
+    for (int64_t i = 0; i < capacity && i < (int64_t) found.size(); ++i) {
+        order[i] = found[i];
+    }
+    return (int64_t) found.size();
+}
+
+// Copies in `ctx`, which has room for them, of n tensors in that order; those with memory of their own
+// stand for themselves.
+static void ggml_cffi_copy_tensors(struct ggml_context * ctx, struct ggml_tensor ** order, int64_t n,
+                                   struct ggml_tensor ** copies) {
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> copy_of;
+    for (int64_t i = 0; i < n; ++i) {
+        const ggml_tensor * t = order[i];
+        if (ggml_cffi::stands_alone(t)) {
+            copies[i] = order[i];
+        } else {
+            ggml_tensor * c = copies[i] = ggml_new_tensor(ctx, t->type, GGML_MAX_DIMS, t->ne);
+            const char * name = t->name;
+            std::memcpy(c->nb, t->nb, sizeof c->nb);
+            std::memcpy(c->op_params, t->op_params, sizeof c->op_params);
+            std::memcpy(c->name, name, sizeof c->name);
+            c->op = t->op;
+            c->flags = t->flags;
+            for (int s = 0; s < GGML_MAX_SRC; ++s) {
+                c->src[s] = t->src[s] ? copy_of.at(t->src[s]) : nullptr;
+            }
+            c->view_src = t->view_src ? copy_of.at(t->view_src) : nullptr;
+            c->view_offs = t->view_offs;
+            c->data = c->view_src && c->view_src->data ? (char *) c->view_src->data + c->view_offs : nullptr;
+        }
+        copy_of[t] = copies[i];
+    }
+}

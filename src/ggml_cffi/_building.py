@@ -1,0 +1,59 @@
+"""How an operation on tensor objects becomes a tensor of ggml's; what the generated `ops` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import capi
+from .context import Context, place
+from .dtypes import type_name
+from .errors import AbortError, OperandError
+from .tensor import Tensor
+
+
+def build(
+    function: Callable[..., Any],
+    arguments: Mapping[str, object],
+    ctx: Context | None = None,
+    axes: int | None = None,
+) -> Tensor:
+    """Call a function of `capi` that makes a tensor in a context.
+
+    `axes` is how many the result has; None: as many as ggml counts, and as its operands have.
+    """
+    operands: dict[str, Tensor] = {}
+    passed: dict[str, object] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            operands[name] = value
+            passed[name] = value.handle
+        elif isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
+            operands |= {f"{name}[{i}]": one for i, one in enumerate(value)}
+            passed[name] = [one.handle for one in value]
+        else:
+            passed[name] = value
+    contexts = [one.context for one in operands.values()]
+    if ctx is not None:
+        if not isinstance(ctx, Context):
+            raise TypeError(f"ctx is {ctx!r} ({type(ctx).__name__}), expected a Context")
+        contexts.insert(0, ctx)
+    if not contexts:
+        raise TypeError(f"{function.__name__}: none of the operands is a Tensor: ctx is missing")
+    context = place(contexts)
+    with context._lock:
+        try:
+            handle = function(context._results(), *passed.values())
+        except AbortError as error:
+            raise OperandError(
+                f"{'; '.join(_told(n, t) for n, t in operands.items())}: {error.message}",
+                error.file, error.line, error.function, error.log,
+            ) from None  # fmt: skip
+    if axes is None:
+        axes = max([capi.ggml_n_dims(handle), *(one.ndim for one in operands.values())])
+    return Tensor(handle, context, axes)
+
+
+def _told(name: str, tensor: Tensor) -> str:
+    called = f" {tensor.name!r}" if tensor.name else ""
+    return f"{name}{called} is {type_name(tensor.type)} of shape {tensor.shape}"

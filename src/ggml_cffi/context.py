@@ -1,0 +1,260 @@
+"""Contexts: where tensors are described, and the memory of those that are no results."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import capi
+from ._handles import Owned, address
+from ._loader import lib
+from .capi import types
+from .device import Backend, Device, device
+from .dtypes import element_type, type_name
+from .enums import ggml_backend_buffer_usage
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+__all__ = ["Context"]
+
+MAX_DIMS = 4
+WEIGHTS = ggml_backend_buffer_usage.GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+_FIRST_ARENA, _LARGEST_ARENA = 64, 1 << 14  # tensors that an arena is made for
+_SPARE = 32  # tensors that an operation may make at most
+
+
+class _Store:
+    """What a context has of ggml: arenas of tensors, and buffers with their numbers."""
+
+    def __init__(self) -> None:
+        self.leaves: list[types.ggml_context] = []
+        self.inputs: list[types.ggml_context] = []
+        self.results: list[types.ggml_context] = []
+        self.buffers: list[types.ggml_backend_buffer] = []
+
+    def free(self) -> None:
+        for buffer in self.buffers:
+            capi.ggml_backend_buffer_free(buffer)
+        for arena in [*self.results, *self.inputs, *self.leaves]:
+            capi.ggml_free(arena)
+
+
+def _room(arenas: list[types.ggml_context], wanted: int) -> types.ggml_context:
+    """The newest arena, or another one where that is full: `wanted` tensors fit."""
+    size = capi.ggml_tensor_overhead()
+    if arenas:
+        last = arenas[-1]
+        if capi.ggml_get_mem_size(last) - capi.ggml_used_mem(last) >= wanted * size:
+            return last
+    count = max(wanted, min(_FIRST_ARENA << len(arenas), _LARGEST_ARENA))
+    arenas.append(capi.ggml_init(mem_size=count * size, no_alloc=True))
+    return arenas[-1]
+
+
+class Context(Owned[_Store]):
+    """Where tensors are described; grows as it needs to.
+
+    `tensor` and `from_numpy` make tensors, `allocate` gives them memory on a device. Operations on
+    them (`ops`) make tensors here too, which get memory where a graph is compiled.
+
+    Closing it closes what was compiled from it, and its tensors are gone. While an array of NumPy's
+    shares memory with one of its tensors, closing raises BufferError. Several threads may use a
+    context: each waits for the others.
+    """
+
+    def __init__(self) -> None:
+        store = _Store()
+        super().__init__(store, _Store.free)
+        self._lock = threading.RLock()
+        self._needs: set[Context] = set()  # contexts whose tensors ours were made from
+        self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
+        self._lent = 0  # views of our memory that others hold
+
+    def tensor(
+        self, shape: int | Sequence[int], dtype: object = "f32", name: str | None = None
+    ) -> Tensor:
+        """A tensor without memory yet, of NumPy's `shape`: the innermost axis last, 0 to 4 axes.
+
+        `dtype` is what `dtypes.element_type` takes: a ggml type, its name or a NumPy dtype.
+        `allocate` gives it memory; without, it is an input of the graphs that it is part of.
+
+        Raises ValueError for a shape of more than 4 axes or with negative ones, and where the last
+        axis is no multiple of the type's block; TypeError for what is no shape.
+        """
+        return self._leaf(self.handle.leaves, shape, dtype, name)
+
+    def input(self, shape: int | Sequence[int], dtype: object = "f32", name: str = "") -> Tensor:
+        """A tensor that never has memory of its own: an input of the graphs that it is part of.
+
+        Its numbers are given at each run of a compiled graph, by its name. Raises as `tensor` does.
+        """
+        return self._leaf(self.handle.inputs, shape, dtype, name)
+
+    def _leaf(
+        self,
+        arenas: list[types.ggml_context],
+        shape: int | Sequence[int],
+        dtype: object,
+        name: str | None,
+    ) -> Tensor:
+        from .tensor import Tensor
+
+        kind = element_type(dtype)
+        wanted = _shape(shape)
+        block = capi.ggml_blck_size(kind)
+        if wanted and wanted[-1] % block:
+            raise ValueError(
+                f"shape is {wanted}: its last axis must be a multiple of {block}, a block of "
+                f"{type_name(kind)}"
+            )
+        with self._lock:
+            arena = _room(arenas, 1)
+            handle = capi.ggml_new_tensor(arena, kind, _ne(wanted))
+            if name is not None:
+                capi.ggml_set_name(handle, name)
+        return Tensor(handle, self, len(wanted))
+
+    def from_numpy(
+        self, array: npt.ArrayLike, name: str | None = None, dtype: object = None
+    ) -> Tensor:
+        """A tensor with the shape and the numbers of `array`, which it has once it has memory.
+
+        `dtype` is the array's by default; numbers are converted, and quantised, as `Tensor.set`
+        does. The array is not copied before: do not change it until then.
+
+        Raises ValueError and TypeError as `tensor` and `Tensor.set` do.
+        """
+        from .tensor import check_numbers
+
+        numbers = np.asarray(array)
+        tensor = self.tensor(numbers.shape, numbers.dtype if dtype is None else dtype, name)
+        check_numbers(tensor, numbers, "same_kind")
+        self._pending[tensor._address] = numbers
+        return tensor
+
+    def allocate(
+        self,
+        target: Device | Backend | str,
+        usage: ggml_backend_buffer_usage | int = WEIGHTS,
+        buffer_type: str | None = None,
+    ) -> int:
+        """Give memory on a device to all tensors that have none, and write what `from_numpy` took.
+
+        Results of operations are left out: a compiled graph has memory for those. `buffer_type`
+        names another than the device's own (`Device.buffer_types`). Gives the bytes allocated, 0
+        where all tensors have memory.
+
+        Raises MemoryError where there is not enough, SplitError where the split function of a meta
+        device fails. Then no tensor has memory that had none before.
+        """
+        from .tensor import Tensor, is_without_memory
+
+        target = device(target) if isinstance(target, str) else target
+        where = target.device if isinstance(target, Backend) else target
+        if not isinstance(where, Device):
+            raise TypeError(f"target is {target!r}, expected a Device, a Backend or a name")
+        kind = where.buffer_type(buffer_type)
+        with self._lock:
+            store = self.handle
+            done: list[types.ggml_backend_buffer] = []
+            try:
+                for arena in store.leaves:
+                    if any(is_without_memory(t) for t in _tensors(arena)):
+                        done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
+                        capi.ggml_backend_buffer_set_usage(done[-1], usage)
+            except BaseException:
+                for arena, buffer in ((a, b) for a in store.leaves for b in done):
+                    lib.ggml_cffi_forget_buffer(arena, buffer)
+                for buffer in done:
+                    capi.ggml_backend_buffer_free(buffer)
+                raise
+            store.buffers += done
+            for arena in store.leaves:
+                for handle in _tensors(arena):
+                    numbers = self._pending.pop(address(handle), None)
+                    if numbers is not None:
+                        Tensor(handle, self, numbers.ndim).set(numbers)
+            return sum(capi.ggml_backend_buffer_get_size(buffer) for buffer in done)
+
+    def close(self) -> None:
+        """Free it, and before that what was compiled from it. Closing twice is fine.
+
+        Raises BufferError, and stays open, while arrays share its memory.
+        """
+        with self._lock:
+            if self._lent and not self.closed:
+                raise BufferError(
+                    f"{self._lent} arrays share the memory of the Context's tensors: it stays open"
+                )
+            self._close()
+
+    def _results(self) -> types.ggml_context:
+        """Where operations make their results."""
+        return _room(self.handle.results, _SPARE)
+
+    def _need(self, others: Iterator[Context]) -> None:
+        """Keep other contexts for as long as this one: its tensors are made from theirs."""
+        for other in others:
+            if other is not self and other not in self._needs:
+                self._needs.add(other)
+                self._depend_on(other)
+
+    def __repr__(self) -> str:
+        return f"<Context {'closed' if self.closed else f'at {id(self):#x}'}>"
+
+
+def place(contexts: Sequence[Context]) -> Context:
+    """Where the result of an operation on tensors of these contexts goes, and keep the others.
+
+    The one that needs the others, so that none ever needs itself.
+    """
+    first = contexts[0]
+    for other in contexts[1:]:
+        if other is not first and _reaches(other, first):
+            first = other
+    first._need(iter(contexts))
+    return first
+
+
+def _reaches(context: Context, other: Context) -> bool:
+    seen: set[Context] = set()
+    todo = [context]
+    while todo:
+        current = todo.pop()
+        if current is other:
+            return True
+        if current not in seen:
+            seen.add(current)
+            todo += current._needs
+    return False
+
+
+def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
+    tensor = capi.ggml_get_first_tensor(arena)
+    while tensor is not None:
+        yield tensor
+        tensor = capi.ggml_get_next_tensor(arena, tensor)
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    try:
+        given = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)  # type: ignore[arg-type, call-overload]
+        found = tuple(n.__index__() for n in given)
+    except (TypeError, AttributeError):
+        raise TypeError(f"shape is {shape!r}, expected integers") from None
+    if len(found) > MAX_DIMS:
+        raise ValueError(f"shape is {found}, expected at most {MAX_DIMS} axes")
+    if any(n < 0 for n in found) or math.prod(n or 1 for n in found) >= 1 << 60:
+        raise ValueError(f"shape is {found}: an axis is negative, or all are too large")
+    return found
+
+
+def _ne(shape: tuple[int, ...]) -> list[int]:
+    """ggml's order: the innermost axis first."""
+    return list(reversed(shape)) or [1]

@@ -1,0 +1,323 @@
+"""Tensors: n-dimensional arrays of ggml's, as NumPy's neighbours."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import capi, quants
+from ._handles import address
+from ._loader import ffi
+from .capi import types
+from .context import Context
+from .dtypes import is_quantized, numpy_dtype, type_name
+from .enums import ggml_op, ggml_type
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+__all__ = ["Tensor"]
+
+_BF16 = ggml_type.GGML_TYPE_BF16
+
+
+class Tensor:
+    """A tensor of a context: numbers, or the result of an operation that is yet to be computed.
+
+    `shape` is in NumPy's order, the innermost axis last, `ne` in ggml's. A tensor keeps its context
+    alive. Two objects may stand for the same tensor: they are equal then.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_context", "_handle", "_ndim")
+    __array_priority__ = 1000.0  # NumPy's operators leave it to ours
+
+    def __init__(self, handle: types.ggml_tensor, context: Context, ndim: int | None = None) -> None:
+        self._handle = handle
+        self._address = address(handle)
+        self._context = context
+        self._ndim = capi.ggml_n_dims(handle) if ndim is None else ndim
+
+    # ---- what it is
+
+    @property
+    def handle(self) -> types.ggml_tensor:
+        """The pointer, for `capi`. Raises ValueError once the context is closed."""
+        if self._context.closed:
+            raise ValueError("the Tensor's Context is closed")
+        return self._handle
+
+    @property
+    def context(self) -> Context:
+        """Where it is described."""
+        return self._context
+
+    @property
+    def name(self) -> str:
+        """Its name, which may be empty; at most 63 bytes of UTF-8."""
+        return capi.ggml_get_name(self.handle) or ""
+
+    @name.setter
+    def name(self, name: str) -> None:
+        capi.ggml_set_name(self.handle, name)
+
+    @property
+    def type(self) -> ggml_type:
+        """The type of its elements."""
+        return ggml_type(self.handle.type)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the array that `numpy` gives: float32 for quantised types."""
+        kind = self.type
+        found = None if is_quantized(kind) else numpy_dtype(kind)
+        return np.dtype(np.float32) if found is None else found
+
+    @property
+    def ne(self) -> tuple[int, int, int, int]:
+        """The number of elements along each of ggml's four axes, the innermost first."""
+        n0, n1, n2, n3 = self.handle.ne
+        return n0, n1, n2, n3
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of elements along each axis, the innermost last."""
+        return tuple(reversed(self.ne))[4 - self._ndim :] if self._ndim else ()
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.ne)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes from its first element to its last."""
+        return capi.ggml_nbytes(self.handle)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from an element to the next along each axis; of a quantised tensor's last axis from a
+        block to the next.
+        """
+        return tuple(reversed(list(self.handle.nb)))[4 - self._ndim :] if self._ndim else ()
+
+    @property
+    def op(self) -> ggml_op:
+        """The operation that makes it; GGML_OP_NONE for what is no result."""
+        return ggml_op(self.handle.op)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it has memory, so that numbers can be read and written."""
+        return not is_without_memory(self.handle)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `numpy` gives a view of its memory: that is so in host memory, if not quantised."""
+        handle = self.handle
+        buffer = _buffer(handle)
+        return bool(
+            handle.data
+            and buffer
+            and capi.ggml_backend_buffer_is_host(buffer)
+            and not _is_meta(buffer)
+            and not is_quantized(handle.type)
+        )
+
+    # ---- numbers
+
+    def numpy(self, copy: bool | None = None) -> npt.NDArray[Any]:
+        """The numbers as an array of `shape` and `dtype`.
+
+        A view that shares its memory where it can be (`shares_memory`), with the tensor's strides;
+        else a copy. ``copy=True`` always copies, ``copy=False`` raises ValueError where it would.
+
+        Raises ValueError for a tensor that has no memory (an input that is not allocated, a result
+        that is no output of a compiled graph), and for parts of a meta device's tensors.
+        """
+        shares = self.shares_memory
+        if copy is False and not shares:
+            raise ValueError(f"{self!r} shares no memory with NumPy: it has to be copied")
+        if shares:
+            view = _view(self)
+            return view.copy() if copy else view
+        return _read(self)
+
+    def set(self, array: npt.ArrayLike, casting: str = "same_kind") -> None:
+        """Write numbers: an array of the same shape, of any layout and byte order.
+
+        Another dtype is converted as NumPy's `casting` allows; a quantised tensor takes real
+        numbers. The tensor's shape may have more axes of length 1 in front.
+
+        Raises ValueError for another shape and for a tensor without memory, TypeError for a dtype
+        that cannot be converted.
+        """
+        numbers = check_numbers(self, np.asarray(array), casting)
+        if not self.has_memory:
+            raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
+        if self.shares_memory:
+            _view(self)[...] = numbers
+        else:
+            _write(self, numbers)
+
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if dtype is None or np.dtype(dtype) == self.dtype:
+            return self.numpy(copy)
+        if copy is False:
+            raise ValueError(f"{self!r} has another dtype than {np.dtype(dtype)}: it has to be copied")
+        return self.numpy().astype(dtype)
+
+    def __len__(self) -> int:
+        if not self._ndim:
+            raise TypeError("the Tensor has no axis")
+        return self.shape[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) and self._address == other._address
+
+    def __hash__(self) -> int:
+        return hash(self._address)
+
+    def __repr__(self) -> str:
+        if self._context.closed:
+            return "<Tensor of a closed Context>"
+        name = f" {self.name!r}" if self.name else ""
+        op = "" if self.op == ggml_op.GGML_OP_NONE else f" by {capi.ggml_op_name(self.op)}"
+        return f"<Tensor{name} {type_name(self.type)} {self.shape}{op}>"
+
+
+# ---- memory
+
+
+def _root(handle: Any) -> Any:
+    return handle.view_src or handle
+
+
+def _buffer(handle: Any) -> Any:
+    return _root(handle).buffer
+
+
+def _is_meta(buffer: Any) -> bool:
+    return capi.ggml_backend_buffer_is_meta(buffer)
+
+
+def is_without_memory(handle: Any) -> bool:
+    """Whether a tensor, or what it is a view of, has yet to be allocated."""
+    return not _buffer(handle) and not handle.data
+
+
+def _why_none(tensor: Tensor) -> str:
+    if tensor.op == ggml_op.GGML_OP_NONE:
+        return "its context has not been allocated; in a graph it is an input"
+    return "it is a result; those of a compiled graph are read as the graph's outputs"
+
+
+def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> npt.NDArray[Any]:
+    """The numbers in the tensor's shape. Raises what `Tensor.set` raises for numbers that do not fit."""
+    wanted = tensor.shape
+    given = numbers.shape
+    extra = len(given) - len(wanted)
+    short = given[max(extra, 0) :] if all(n == 1 for n in given[: max(extra, 0)]) else given
+    padded = (1,) * (len(wanted) - len(short)) + short
+    if padded != wanted:
+        raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}")
+    kind = "f4" if is_quantized(tensor.type) else tensor.dtype
+    bf16 = numbers.dtype.name == "bfloat16" or tensor.type == _BF16
+    if bf16 and numbers.dtype.kind in "fV":
+        return numbers.reshape(wanted)
+    if not np.can_cast(numbers.dtype, kind, casting):  # type: ignore[arg-type]
+        raise TypeError(
+            f"the array has dtype {numbers.dtype}, which cannot be cast to {np.dtype(kind)} of "
+            f"{tensor!r} with casting={casting!r}"
+        )
+    return numbers.reshape(wanted)
+
+
+class _Lease:
+    """What an array that shares memory keeps: the tensor, whose context stays open meanwhile."""
+
+    def __init__(self, tensor: Tensor, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+        context = tensor._context
+        with context._lock:
+            context._lent += 1
+        self._end = weakref.finalize(self, _give_back, context)
+        self._end.atexit = False
+
+
+def _give_back(context: Context) -> None:
+    with context._lock:
+        context._lent -= 1
+
+
+def _view(tensor: Tensor) -> npt.NDArray[Any]:
+    handle, dtype = tensor.handle, tensor.dtype
+    interface = {
+        "version": 3,
+        "shape": tensor.shape,
+        "typestr": "<u2" if tensor.type == _BF16 else dtype.str,
+        "strides": tensor.strides,
+        "data": (int(ffi.cast("uintptr_t", handle.data)), False),
+    }
+    if not tensor.size:
+        return np.empty(tensor.shape, dtype)
+    with tensor._context._lock:
+        tensor.handle  # noqa: B018 # not closed since
+        return np.asarray(_Lease(tensor, interface)).view(dtype)
+
+
+def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """The numbers in the bytes from the tensor's first element to its last."""
+    kind, shape, strides = tensor.type, tensor.shape or (1,), tensor.strides or (0,)
+    if not is_quantized(kind):
+        dtype = np.dtype("u2") if kind == _BF16 else tensor.dtype
+        numbers = np.ndarray(tensor.shape, dtype, data, strides=tensor.strides)
+        return numbers.view(tensor.dtype).copy()
+    size = capi.ggml_type_size(kind)
+    row = shape[-1] // capi.ggml_blck_size(kind) * size
+    rows = np.ndarray((*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1))
+    return quants.dequantize(rows, kind)
+
+
+def _read(tensor: Tensor) -> npt.NDArray[Any]:
+    if not tensor.has_memory:
+        raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
+    data = np.empty(tensor.nbytes, np.uint8)
+    if data.size:
+        capi.ggml_backend_tensor_get(tensor.handle, data, 0)
+    return _blocks(tensor, data)
+
+
+def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of the tensor's rows, one after the other."""
+    if is_quantized(tensor.type):
+        return quants.quantize(np.atleast_1d(numbers), tensor.type)
+    return np.ascontiguousarray(numbers, tensor.dtype).reshape(-1).view(np.uint8)
+
+
+def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
+    if not tensor.size:
+        return
+    data = _encode(tensor, numbers)
+    if capi.ggml_is_contiguous(tensor.handle):
+        capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)
+        return
+    if _is_meta(_buffer(tensor.handle)):
+        raise ValueError(f"{tensor!r} is not contiguous: a meta device cannot write that")
+    row = data.reshape(-1, data.size // max(1, math.prod(tensor.ne[1:])))
+    if tensor.strides[-1] != capi.ggml_type_size(tensor.type):
+        raise ValueError(f"{tensor!r}: its rows are not contiguous, which only host memory can write")
+    _, *outer = tensor.ne
+    _, *steps = tensor.handle.nb
+    for line, index in zip(row, np.ndindex(*reversed(outer)), strict=True):
+        offset = sum(i * step for i, step in zip(reversed(index), steps, strict=True))
+        capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(line), offset, line.size)
