@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from _release import has
+
 from ggml_cffi import capi, ffi
 
 DEVICE = [
@@ -136,6 +138,11 @@ _MISSING = {
     "event_free",
     "event_synchronize",
 }
+
+if not has("ggml_backend_tensor_set_2d"):  # nor have the structs what it calls
+    for names in (BACKEND, BUFFER):
+        names[:] = [name for name in names if "_2d" not in name]
+    _MISSING = {name for name in _MISSING if "_2d" not in name}
 
 _keep: list[Any] = []  # what ggml may hold for the life of the process
 

@@ -1,6 +1,7 @@
 """What all tests share: the backend that they run on, and strictness in CI.
 
 GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
+A test says with `needs` (_release.py) what it needs of ggml that not every release has.
 GGML_CFFI_TEST_META=N: only tests that run on a backend of choice (fixtures `backend` and `n_devs`),
 and that is a meta backend over N CPU devices.
 """
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on_any = [i for i in items if {"backend", "n_devs"} & set(getattr(i, "fixturenames", ()))]
         config.hook.pytest_deselected(items=[item for item in items if item not in on_any])
         items[:] = on_any
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell what the release lacks apart; on the pin nothing may be lacking."""
+    needs = [need for marker in item.iter_markers("needs") for need in marker.args]
+    if needs:
+        from _release import require
+
+        require(*needs)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from _compute import F32, Arena, check_product
 from _native import compiler
+from _release import PINNED, needs_meta, not_here, require
 from _threads import idle, threads_of_process
 from aborts import AREAS, ROWS, SITES, Site, guard_class
 from aborts.splits import REFUSED, Answer, split, unchecked_device
@@ -29,10 +30,6 @@ from aborts.splits import REFUSED, Answer, split, unchecked_device
 from ggml_cffi import capi, diagnostics, ffi, lib
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, SplitError
 from ggml_cffi.meta import MetaDevice, SplitState
-
-ROOT = Path(__file__).resolve().parent.parent
-HAS_META = hasattr(lib, "ggml_backend_meta_device")
-PINNED = f'ggml = "{capi.ggml_version()}"' in (ROOT / "ggml/pin.toml").read_text(encoding="utf-8")
 
 BY_NAME = {one.name: one for one in SITES}
 #: Sites that are tried on a backend of four threads as well.
@@ -118,11 +115,10 @@ def applies(need: Callable[[object, str], None]) -> Callable[[Site], None]:
     """Skip what this ggml, or this machine, does not have."""
 
     def applies(one: Site) -> None:
-        if not hasattr(lib, one.function) or (one.backend != "cpu" and not HAS_META):
-            pytest.skip(f"ggml {capi.ggml_version()} has no {one.function}, or no meta device")
+        require(one.function, *(["ggml_backend_meta_device"] if one.backend != "cpu" else []))
         if one.backend == "unchecked":
             if not PINNED:
-                pytest.skip("what an unchecked split state does is known of the pinned ggml only")
+                not_here("what an unchecked split state does, known of the pinned release only")
             need(compiler(), "C compiler")
 
     return applies
@@ -189,7 +185,7 @@ def test_at_least_ten_sites_with_four_threads() -> None:
 def places(backends: Backends) -> dict[str, tuple[str, int]]:
     """File and line of each site, on the pinned release."""
     if not PINNED:
-        pytest.skip("lines are known of the pinned ggml only")
+        not_here("the lines of assertions, known of the pinned release only")
     return {one.name: place(abort(one, backends.get(one.backend))) for one in SITES}
 
 
@@ -227,7 +223,7 @@ def test_each_row_of_the_meta_backend(row: str, places: dict[str, tuple[str, int
     assert found == ROWS[row]
 
 
-@pytest.mark.skipif(not HAS_META, reason="ggml has no meta device")
+@needs_meta
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_read_out_of_bounds_never_reaches_ggml(name: str) -> None:
     """The split function's answer is refused with its tensor's name; nothing is allocated."""
@@ -247,7 +243,7 @@ def test_what_would_read_out_of_bounds_never_reaches_ggml(name: str) -> None:
     assert diagnostics.live_handles() == live
 
 
-@pytest.mark.skipif(not HAS_META, reason="ggml has no meta device")
+@needs_meta
 def test_a_meta_device_over_none_never_reaches_ggml() -> None:
     """ggml would take it, and then read what is not there."""
     with pytest.raises(ValueError, match="0 devices, expected 1 to 16"):

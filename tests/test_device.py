@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi._handles import Borrowed, Owned
@@ -118,6 +119,7 @@ def test_a_backend_uses_all_cores():
 
 
 @pytest.mark.parametrize("n_devs", [1, 2, 3])
+@needs_meta
 def test_so_do_the_children_of_a_meta_backend(n_devs):
     with MetaDevice(["CPU"] * n_devs, mirrored) as meta, meta.init_backend() as backend:
         assert len(backend.children) == n_devs

@@ -29,6 +29,7 @@ from _fake_backend import (
     on_free,
     patched,
 )
+from _release import needs_meta
 
 from ggml_cffi import _family, _loader, capi, ffi
 from ggml_cffi._gen import capi as _gen_capi
@@ -687,6 +688,7 @@ def test_plans(cpu, arena):
 
 
 @covers("graph_plan_create graph_plan_compute graph_plan_free")
+@needs_meta
 def test_a_backend_without_plans(arena, device):
     meta = capi.ggml_backend_dev_init(capi.ggml_backend_meta_device([device], mirrored))
     arena.callback(capi.ggml_backend_free, meta)
@@ -787,6 +789,7 @@ def by_rows(info, n_devs):
 
 @covers("meta_device")
 @pytest.mark.parametrize("n", [1, 2, 3])
+@needs_meta
 def test_a_meta_device_computes_in_shares(device, n):
     asked = []
 
@@ -806,6 +809,7 @@ def test_a_meta_device_computes_in_shares(device, n):
 
 
 @covers("meta_device")
+@needs_meta
 def test_the_latch_of_a_meta_device(device):
     def split(info, n_devs):
         raise KeyError(info.name)
@@ -821,6 +825,7 @@ def test_the_latch_of_a_meta_device(device):
 
 
 @covers("meta_device")
+@needs_meta
 def test_meta_devices_of_wrong_lists(device):
     make = capi.ggml_backend_meta_device
     meta = make([device], mirrored)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import Arena
+from _release import needs
 
 from ggml_cffi import AbortError, GGUFError, capi, ffi
 
@@ -206,6 +207,7 @@ def test_a_reason_is_kept_though_the_log_receiver_calls_ggml() -> None:
         capi.ggml_log_set(None)
 
 
+@needs("ggml_backend_tensor_set_2d")
 def test_an_array_of_another_type_than_its_tensor(arena: Arena) -> None:
     tensor = arena.weight(4)
     for array in (np.zeros(2), np.zeros(4, np.int32), np.zeros(4, np.uint16)):

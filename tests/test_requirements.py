@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena
+from _release import has, require
 
 from ggml_cffi import capi, ffi
 from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
@@ -113,6 +114,7 @@ class Case:
     wrong: Build
     right: Build
     expected: Callable[..., Any]  # from the data of the tensors of `right`
+    needs: tuple[str, ...] = ()  # what not every release has
 
     @property
     def function(self) -> str:
@@ -192,6 +194,7 @@ BUILT = [
             (g - x * (g * x).sum(-1, keepdims=True) / (x * x).sum(-1, keepdims=True))
             / np.sqrt((x * x).mean(-1, keepdims=True))
         ),
+        ("0.15: the right result of ggml_rms_norm_back",),
     ),
     Case(
         "soft_max_ext_back",
@@ -469,6 +472,7 @@ COMPUTED = [
         lambda t: hinted(t, t(8, 4)),
         lambda t: hinted(t, t(2, 2, data=[1, 1, 1, -1])),
         lambda h, b: b @ h.T / np.sqrt(2),
+        ("GGML_HINT_SRC0_IS_HADAMARD",),
     ),
     Case(
         "mul_mat:a transposed second matrix",
@@ -519,6 +523,7 @@ def hinted(t: Bench, matrix: Any) -> Any:
 
 @pytest.mark.parametrize("case", COMPUTED, ids=names(COMPUTED))
 def test_refused_where_the_cpu_computes_it(bench: Bench, case: Case) -> None:
+    require(*case.needs)
     result = case.wrong(bench)
     op = capi.ggml_op_desc(result)
     with pytest.raises(ValueError, match=f"ggml_backend_graph_compute: .*cpu_can.*: {op} .*of "):
@@ -527,6 +532,7 @@ def test_refused_where_the_cpu_computes_it(bench: Bench, case: Case) -> None:
 
 @pytest.mark.parametrize("case", BUILT + COMPUTED, ids=names(BUILT + COMPUTED))
 def test_its_neighbour_computes_right(bench: Bench, case: Case) -> None:
+    require(*case.needs)
     found = bench.run(case.right(bench))
     expected = np.asarray(case.expected(*bench.data()))
     assert found.size == expected.size
@@ -642,6 +648,7 @@ ONLY_F32: list[Arguments] = [(F32,)]
 NO_FLOATS: list[Arguments] = [(I32,), (I8,), (Q4_0,), (Q8_0,)]
 NO_HALVES = [(BF16,), *NO_FLOATS]
 NO_F32 = [(F16,), *NO_HALVES]
+FILL_F16 = "0.15: ggml_fill of F16"
 PAIRS: list[Arguments] = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
 NO_PAIRS: list[Arguments] = [
     *((F32, I32), (I32, I32), (F32, F16), (F32, BF16), (F16, BF16), (I32, F32), (F32, Q8_0))
@@ -665,7 +672,9 @@ ASSERTED = [
     ],
     Asserted("leaky_relu", one("leaky_relu", 0.5, False), NO_HALVES, HALVES),
     Asserted("clamp", one("clamp", -1, 1), NO_HALVES, HALVES),
-    Asserted("fill", one("fill", 3), NO_HALVES, HALVES),
+    Asserted(
+        "fill", one("fill", 3), NO_HALVES, HALVES if has("0.15: ggml_fill of F16") else ONLY_F32
+    ),
     *[
         Asserted(function, one(function), NO_F32, ONLY_F32)
         for function in ("sum_rows", "mean", "argmax", "soft_max", "soft_max_inplace")
@@ -810,6 +819,7 @@ def test_nothing_else_is_refused(cpu: Any, case: Asserted) -> None:
 
 @pytest.fixture
 def meta(cpu: Any) -> Iterator[Any]:
+    require("ggml_backend_meta_device")
     with MetaDevice(["CPU", "CPU"], lambda tensor, n_devs: SplitState.mirrored()) as device:
         backend = capi.ggml_backend_dev_init(device.handle, None)
         yield backend
@@ -855,9 +865,13 @@ def experts(t: Bench, ids: Any) -> Any:
     )
 
 
+#: The number of states to keep, for which older releases do not ask.
+K = [1] if has("ggml_ssm_scan(K)") else []
+
+
 def scan(t: Bench, ids: Any) -> Any:
     x, dt, a, b = t(1, 1, 1, 2), t(1, 1, 2), t(1, 1), t(4, 1, 1, 2)
-    return capi.ggml_ssm_scan(t.ctx, t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids, 1)
+    return capi.ggml_ssm_scan(t.ctx, t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids, *K)
 
 
 INDEXED = [
