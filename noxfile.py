@@ -49,7 +49,7 @@ SOURCES = (
     "pyproject.toml",
     "README.md",
 )
-SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLAGS")
+SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 MADE = {"__pycache__", "_gen", "_libs"}
 
 
@@ -67,29 +67,31 @@ BUILD = PROJECT["build-system"]["requires"]
 # ---- the wheel
 
 
-def wheel(session: nox.Session) -> Path:
-    """The wheel of what is checked out, built if need be."""
+def wheel(session: nox.Session, variant: str = "plain", **environ: str) -> Path:
+    """The wheel of what is checked out, built with these variables if need be."""
     digest = hashlib.sha256()
     for name in SETTINGS:
-        digest.update(f"{name}={os.environ.get(name, '')}\n".encode())
+        digest.update(f"{name}={environ.get(name, os.environ.get(name, ''))}\n".encode())
     for top in SOURCES:
         for path in [ROOT / top, *sorted((ROOT / top).rglob("*"))]:
             parts = path.relative_to(ROOT).parts
             if path.is_file() and not MADE.intersection(parts) and path.suffix != ".so":
                 digest.update(f"{path.relative_to(ROOT)}\n".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
-    folder = Path(session.cache_dir) / "wheels" / digest.hexdigest()[:16]
+    folder = Path(session.cache_dir) / "wheels" / variant / digest.hexdigest()[:16]
     if not list(folder.glob("*.whl")):
-        for older in folder.parent.glob("*"):
-            shutil.rmtree(older)
-        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT))
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        pip = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT))
+        session.run(*pip, env=environ)
     (found,) = folder.glob("*.whl")
     return found
 
 
-def install(session: nox.Session, extra: str = "", *more: str) -> Path:
+def install(
+    session: nox.Session, extra: str = "", *more: str, variant: str = "plain", **environ: str
+) -> Path:
     """Install the wheel, the requirements of an extra, and more."""
-    built = wheel(session)
+    built = wheel(session, variant, **environ)
     session.install(f"{built}[{extra}]" if extra else str(built), *more)
     # pip takes a wheel of the same version for the one that is installed already
     session.install("-q", "--force-reinstall", "--no-deps", str(built))
@@ -177,6 +179,38 @@ def core(session: nox.Session) -> None:
     install(session, "test", "pytest-xdist")
     quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen")
     pytest(session, "tests", *quick, *PARALLEL)
+
+
+@nox.session(python=MAIN)
+def asan(session: nox.Session) -> None:
+    """All tests with the extension under ASan and UBSan, but those with other ggmls beside ours."""
+    # Numbers of no enumerator reach the guard, which refuses them: -fno-strict-enums allows that.
+    flags = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -O1 -g1"
+    flags += " -fno-omit-frame-pointer"
+    install(
+        session, "test", "pytest-xdist", variant="asan", CFLAGS=flags, CXXFLAGS=flags, LDFLAGS=flags
+    )
+    # Python itself is not instrumented, so both come first; libstdc++ for ASan to find its throw.
+    preload = [sanitizer_library(session, name) for name in ("libasan.so", "libstdc++.so.6")]
+    environ = {
+        "LD_PRELOAD": " ".join(preload),
+        # Python never frees all at its end; a failed malloc is what some tests are about.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",  # ASan sees each of Python's objects then
+    }
+    chosen = ("-m", "not packaging and not slow and not own_memory and not isolation")
+    pytest(session, "tests", *chosen, "--ignore=tests/codegen", *PARALLEL, **environ)
+
+
+def sanitizer_library(session: nox.Session, name: str) -> str:
+    """Where the compiler has a library of its run time."""
+    compiler = os.environ.get("CXX", "c++")
+    found = session.run(compiler, f"-print-file-name={name}", silent=True, external=True)
+    path = str(found).strip()
+    if not Path(path).is_absolute():
+        session.error(f"{compiler} has no {name}: it comes with the compiler's package")
+    return path
 
 
 @nox.session(python=MAIN)

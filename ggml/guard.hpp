@@ -113,6 +113,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 return zero();
             }
             here.threads = Traits::threads(a...);
+            Traits::before(a...);
             here.running = true;
             if constexpr (std::is_void_v<R>) {
                 F(a...);
@@ -128,9 +129,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 Traits::after(result, a...);
                 s.inside = outer;
                 if (finish(s, raised_before)) {
-                    if constexpr (std::is_pointer_v<R>) {
-                        s.orphan = (void *) result;
-                    }
+                    take_back(s, result, a...);
                     return zero();
                 }
                 return result;
@@ -147,9 +146,10 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         } catch (const char * text) {
             fail(s, outer, raised_before, cpp_exception, text);
             count_freed(here, false, a...);
-        } catch (abi::__forced_unwind &) {
-            throw; // the thread is being cancelled
         } catch (...) {
+            if (!abi::__cxa_current_exception_type()) {
+                throw; // none of C++: the thread is being cancelled
+            }
             fail(s, outer, raised_before, cpp_exception, "an unknown C++ exception");
             count_freed(here, false, a...);
         }
@@ -168,6 +168,18 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         if constexpr (Traits::frees != handle::none) {
             if (here.running) {
                 freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely);
+            }
+        }
+    }
+
+    // A callback has raised, so nobody gets what was made.
+    template <class Result> static void take_back(thread_state & s, const Result & result, A... a) {
+        if constexpr (Traits::makes != handle::none) {
+            if (is_something(result)) {
+                const uint64_t serial = s.serial;
+                Traits::undo(result, a...); // a guarded call
+                s.serial = serial;
+                s.kind = callback_raised;
             }
         }
     }
@@ -245,7 +257,9 @@ struct traits {
     static constexpr size_t freed_argument = Freed;
     static constexpr bool has_requirements = false;
     template <class... A> static int threads(A...) { return 1; }
+    template <class... A> static void before(A...) {}
     template <class... A> static void after(A...) {}
+    template <class... A> static void undo(A...) {} // frees the result
 };
 
 // ---- what C gets where Python cannot answer
@@ -277,12 +291,6 @@ static const char * ggml_cffi_error_log(void) {
     return s.log_serial == s.serial ? ggml_cffi::details().log.c_str() : "";
 }
 
-static void * ggml_cffi_take_orphan(void) {
-    void * orphan = ggml_cffi::state.orphan;
-    ggml_cffi::state.orphan = nullptr;
-    return orphan;
-}
-
 static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool partial) {
     ggml_cffi::note_partial(tensor, partial);
 }
@@ -310,6 +318,7 @@ static const char * ggml_cffi_handle_name(int kind) { return ggml_cffi::handle_n
 static int64_t ggml_cffi_live_handles(int kind) { return ggml_cffi::handle_table.at(kind).live; }
 static int64_t ggml_cffi_leaked_handles(int kind) { return ggml_cffi::handle_table.at(kind).leaked; }
 static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts; }
+static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
@@ -321,17 +330,6 @@ static void ggml_cffi_py_abort(const char * message);
 inline void ggml_cffi::tell_python(const char * message) {
     python_entry entry;
     ggml_cffi_py_abort(message);
-}
-
-// Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.
-static void ggml_cffi_forget_buffer(struct ggml_context * context, struct ggml_backend_buffer * buffer) {
-    for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
-        if (t->buffer == buffer) {
-            t->buffer = nullptr;
-            t->data = nullptr;
-            t->extra = nullptr;
-        }
-    }
 }
 
 static void ggml_cffi_py_log(int level, const char * text);

@@ -7,14 +7,17 @@ written here; if not, the tests that need this are skipped.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from _native import address, compile_library
 from _release import has
 
-from ggml_cffi import capi, ffi
+from ggml_cffi import _loader, capi, ffi
+from ggml_cffi._gen import build_info
 
 DEVICE = [
     "get_name",
@@ -115,6 +118,7 @@ _TYPES = {
     "buffer.reset": f"void({_BUFFER})",
     "buffer type.is_host": f"bool({_BUFT})",
     "buffer type.get_max_size": f"size_t({_BUFT})",
+    "buffer type.alloc_buffer": f"void *({_BUFT}, size_t)",
     "reg.get_name": f"const char *({_REG})",
     "reg.get_device_count": f"size_t({_REG})",
     "reg.get_device": f"void *({_REG}, size_t)",
@@ -208,7 +212,7 @@ class Stream:
         self.cpu = capi.ggml_backend_cpu_init()
         functions = {
             "get_name": lambda backend: device.c_name,
-            "free": self._free,
+            "free": self._free if device.stream_free is None else device.stream_free,
             "set_tensor_async": self._set,
             "get_tensor_async": self._get,
             "cpy_tensor_async": self._copy,
@@ -273,10 +277,15 @@ class FakeDevice:
         name: str = "Fake0",
         type: int = capi.GGML_BACKEND_DEVICE_TYPE_GPU,
         buffers: Any = None,
+        stream_free: Any = None,
     ) -> None:
-        """`buffers`: a buffer type of its own; it has that of the CPU else."""
+        """`buffers`: a buffer type of its own; it has that of the CPU else.
+
+        `stream_free`: a C function that frees its streams instead of a Python function.
+        """
         self.c_name, self.c_description = _string(name), _string(f"the {name} of the tests")
         self.type = type
+        self.stream_free = stream_free
         self.events: dict[int, Mark] = {}
         self.streams: list[Stream] = []
         cpu = capi.ggml_backend_reg_dev_get(capi.ggml_backend_cpu_reg(), 0)
@@ -334,12 +343,26 @@ class FakeDevice:
         return made
 
 
-def buffer_type(is_host: bool, max_size: int | None = None) -> Any:
-    """The CPU's buffer type, but host memory only if told so, and of buffers of a largest size."""
+def buffer_type(is_host: bool, max_size: int | None = None, buffer_free: Any = None) -> Any:
+    """The CPU's buffer type, but host memory only if told so.
+
+    `max_size`: the largest size of a buffer; `buffer_free`: a C function that frees its buffers.
+    """
     cpu = capi.ggml_backend_cpu_buffer_type()
     functions: dict[str, Any] = {"is_host": lambda buft: is_host}
     if max_size is not None:
         functions["get_max_size"] = lambda buft: max_size
+    if buffer_free is not None:
+        # ggml's own function, not the guarded one: the buffer is no handle of the caller's
+        word = _words(cpu, BUFFER_TYPE)["alloc_buffer"]
+        allocate = ffi.cast(f"void *(*)({_BUFT}, size_t)", word)
+
+        def alloc_buffer(buft: Any, size: int) -> Any:
+            made = allocate(buft, size)
+            ffi.cast("uintptr_t *", made)[0] = _address(buffer_free)
+            return made
+
+        functions["alloc_buffer"] = alloc_buffer
     made = _struct("buffer type", BUFFER_TYPE, cpu, functions)
     return ffi.cast(_BUFT, made)
 
@@ -373,6 +396,28 @@ def event_of(device: Any) -> Any:
     made = ffi.new("void *[2]", [ffi.cast("void *", device), ffi.NULL])
     _keep.append(made)
     return ffi.cast(_EVENT, made)
+
+
+#: Functions of C that free nothing, because ggml gives up on the way.
+POISON = r"""
+static void (*give_up)(const char * file, int line, const char * format, ...);
+void set_abort(void * function) { *(void **) &give_up = function; }
+void poisoned_free(void * self) {
+    give_up("poison.c", __LINE__, "what is at %p is poisoned", self);
+}
+"""
+
+
+def poison(path: Any) -> Any:
+    """The C function `poisoned_free`, of a library that is compiled to `path` unless it is there.
+
+    It calls ggml_abort of the ggml that serves the package, as a backend's own function would.
+    """
+    poison = ctypes.CDLL(str(path)) if path.exists() else compile_library(POISON, path)
+    base = ctypes.CDLL(str(_loader.library_files(build_info)["ggml-base"]))
+    poison.set_abort(ctypes.cast(base.ggml_abort, ctypes.c_void_p))
+    _keep.append(poison)
+    return ffi.cast("void *", address(poison, "poisoned_free"))
 
 
 #: A loadable backend: what ggml_backend_load looks for, with one device that computes nothing.

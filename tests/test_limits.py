@@ -51,6 +51,7 @@ def test_a_graph_too_large_for_a_scheduler() -> None:
     assert "GGMLError: ggml_backend_sched_reserve: " in refused.stderr
 
 
+@pytest.mark.own_memory
 def test_a_handle_freed_twice() -> None:
     ended = child("""
         capi.ggml_free(ctx)

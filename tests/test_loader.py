@@ -94,6 +94,7 @@ def test_the_package_is_served_by_its_own_libraries(package: Path) -> None:
     assert Path(output(package, SERVED)).resolve().parent == package / "_libs"
 
 
+@pytest.mark.isolation
 @pytest.mark.parametrize("order", ["load_other();" + SERVED, SERVED + "load_other()"])
 def test_another_ggml_in_the_process_changes_nothing(package: Path, other: str, order: str) -> None:
     code = order + "\nprint(lib.ggml_backend_reg_count())"

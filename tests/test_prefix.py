@@ -174,6 +174,7 @@ def test_copies_are_isolated(fake: Path, tmp_path: Path) -> None:
         assert library.runpath == ("$ORIGIN",)
 
 
+@pytest.mark.isolation
 def test_copies_are_not_served_by_another_ggml(tmp_path: Path) -> None:
     """The very thing they are made for: glibc takes what is loaded already under a SONAME."""
     other = make_prefix(tmp_path / "other", version="other")
