@@ -29,7 +29,7 @@ from _fake_backend import (
     on_free,
     patched,
 )
-from _release import needs_meta
+from _release import needs, needs_meta
 
 from ggml_cffi import _family, _loader, capi, ffi
 from ggml_cffi._gen import capi as _gen_capi
@@ -495,15 +495,21 @@ def test_supported_buffer_types(fake, cpu, device):
     assert supports(device, own) is True
     assert supports(device, buffer_type(is_host=True)) is True
     assert supports(device, buffer_type(is_host=False)) is False
-    meta = capi.ggml_backend_meta_device([device, device], mirrored)
-    assert supports(meta, own) is False
-    assert supports(meta, capi.ggml_backend_dev_buffer_type(meta)) is True
-    other = capi.ggml_backend_meta_device([device] * 3, mirrored)
-    assert supports(meta, capi.ggml_backend_dev_buffer_type(other)) is False
     with pytest.raises(ValueError, match="buft must not be NULL or None"):
         supports(device, None)
     with pytest.raises(ValueError, match="device must not be NULL or None"):
         supports(None, own)
+
+
+@needs_meta
+@covers("dev_supports_buft")
+def test_buffer_types_that_a_meta_device_supports(cpu, device):
+    supports = capi.ggml_backend_dev_supports_buft
+    meta = capi.ggml_backend_meta_device([device, device], mirrored)
+    assert supports(meta, capi.ggml_backend_get_default_buffer_type(cpu)) is False
+    assert supports(meta, capi.ggml_backend_dev_buffer_type(meta)) is True
+    other = capi.ggml_backend_meta_device([device] * 3, mirrored)
+    assert supports(meta, capi.ggml_backend_dev_buffer_type(other)) is False
 
 
 @covers("dev_offload_op")
@@ -1041,6 +1047,7 @@ def module(need, tmp_path_factory):
 
 
 @covers("load unload")
+@needs("0.13: a module is not registered twice")
 def test_loading_and_unloading(module):
     path = module()
     shown = child(f"""
@@ -1087,6 +1094,7 @@ def test_modules_that_do_not_fit(module):
 
 
 @covers("load_all")
+@needs("0.13: a module is not registered twice")
 def test_loading_all(module, tmp_path):
     """ggml looks for the names of its backends beside the program and in the current folder."""
     code = """
