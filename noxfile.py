@@ -226,7 +226,7 @@ def sanitizer_library(session: nox.Session, name: str) -> str:
 
 @nox.session(python=MAIN, default=False)
 def releases(session: nox.Session) -> None:
-    """Build for each release, or those named after ``--``, and test; ``--write`` keeps the table."""
+    """Build and test for each release, or those named after ``--``; ``--write`` keeps the rows."""
     write = ["--write"] if "--write" in session.posargs else []
     chosen = [name for name in session.posargs if name != "--write"]
     if strange := set(chosen) - set(RELEASES):
