@@ -31,7 +31,7 @@ _LISTS = ("nullable", "out", "unique", "writes", "require")
 _TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "holds")
 _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
-    "threads", "after",
+    "threads", "before", "after", "undo",
 )  # fmt: skip
 _BOOLS = ("success", "releases")
 KEYS = frozenset((*_LISTS, *_TABLES, *_STRINGS, *_BOOLS))

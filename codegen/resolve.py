@@ -91,7 +91,9 @@ class Bound:
     null_error: str = "GGMLError"
     require: tuple[str, ...] = ()
     threads: str = ""
+    before: str = ""
     after: str = ""
+    undo: str = ""
     releases: bool = False
     override: str = ""
     note: str = ""
@@ -99,6 +101,7 @@ class Bound:
     makes: str = ""  # the type of handle that the caller gets to free
     frees: str = ""  # or that this function frees,
     freed: int = 0  # the argument of this number
+    give_back: tuple[str, ...] = ()  # what `free` is given to free the `result`
 
     @property
     def name(self) -> str:
@@ -176,7 +179,7 @@ def resolve(
         except AnnotationError as error:
             complain(error)
             skipped[name] = f"its annotation does not fit: {error}"
-    bound = _with_handles(api, bound)
+    bound = _with_handles(api, annotations, bound, complain)
     callbacks = _callbacks(api, annotations, bound, complain)
     pointers = tuple(
         api.typedefs[name]
@@ -250,7 +253,9 @@ def _bind(
         null_error=table.get("null_error", "GGMLError"),
         require=tuple(table.get("require", ())),
         threads=table.get("threads", ""),
+        before=table.get("before", ""),
         after=table.get("after", ""),
+        undo=table.get("undo", ""),
         releases=table.get("releases", False),
         override=table.get("override", ""),
         note=table.get("note", ""),
@@ -258,8 +263,10 @@ def _bind(
     )
 
 
-def _with_handles(api: ir.Api, bound: list[Bound]) -> list[Bound]:
-    """Name what the caller has to free, where it is made and where it is freed."""
+def _with_handles(
+    api: ir.Api, annotations: Annotations, bound: list[Bound], complain: Any
+) -> list[Bound]:
+    """Name what the caller has to free, where it is made, where it is freed and with what."""
     byname = {b.name: b for b in bound}
     frees: dict[str, tuple[str, int]] = {}
     for maker in bound:
@@ -273,11 +280,37 @@ def _with_handles(api: ir.Api, bound: list[Bound]) -> list[Bound]:
                 to = api.resolve(found.to) if isinstance(found, ir.Pointer) else found
                 name = to.name if isinstance(to, ir.Tag) else free.name.removesuffix("_free")
                 frees[free.name] = name, index
-    return [
-        replace(b, makes=frees.get(b.free, ("", 0))[0], frees=kind, freed=index)
-        for b in bound
-        for kind, index in [frees.get(b.name, ("", 0))]
-    ]
+    done = []
+    for b in bound:
+        kind, index = frees.get(b.name, ("", 0))
+        made, _ = frees.get(b.free, ("", 0))
+        done.append(replace(b, makes=made, frees=kind, freed=index))
+        if made:
+            try:
+                give_back = _give_back(api, annotations, b, byname[b.free], frees[b.free][1])
+                done[-1] = replace(done[-1], give_back=give_back)
+            except AnnotationError as error:
+                complain(error)
+    return done
+
+
+def _give_back(
+    api: ir.Api, annotations: Annotations, maker: Bound, free: Bound, freed: int
+) -> tuple[str, ...]:
+    """The arguments of `free` for what `maker` has made: besides it, some of the maker's own."""
+    arguments = []
+    for index, param in enumerate(free.function.params):
+        same = [
+            p.name for p in maker.function.params if api.resolve(p.type) == api.resolve(param.type)
+        ]
+        if index == freed:
+            arguments.append("result")
+        elif same:
+            arguments.append(same[0])
+        else:
+            place = annotations.place(maker.function)
+            raise place.error(f"{maker.name}: nothing to give {free.name} as {param.name}")
+    return tuple(arguments)
 
 
 def _returns(api: ir.Api, ctype: ir.Type, table: Mapping[str, Any]) -> str:

@@ -268,10 +268,4 @@ inline void note_eval_callback(ggml_backend_sched_t scheduler, bool nobody) {
     }
 }
 
-// It is about to be freed. Always true.
-inline bool note_no_eval_callback(ggml_backend_sched_t scheduler) {
-    note_eval_callback(scheduler, false);
-    return true;
-}
-
 } // namespace ggml_cffi

@@ -1,30 +1,65 @@
 // What is remembered of ggml's objects because ggml tells nobody: how many threads a backend computes
 // with, which weights are partial sums, which graph a scheduler is allocated for or a plan computes,
 // what an optimisation context evaluates; and how to clear up after an allocation that failed. The
-// annotations' `after` and `require` call these.
+// annotations' `before`, `after` and `require` call these.
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <unordered_map>
 
 namespace ggml_cffi {
 
+inline std::atomic<int64_t> remembered{0}; // entries of all tables
+
+// What is known of objects, by their addresses. An entry goes before its object does: another thread
+// may get the address at once.
+template <class Value> class by_address {
+    std::mutex                              lock;
+    std::unordered_map<const void *, Value> entries;
+    std::atomic<bool>                       used{false}; // where it is empty, a look-up needs no lock
+
+  public:
+    void note(const void * key, Value value) {
+        std::lock_guard<std::mutex> hold(lock);
+        remembered += entries.insert_or_assign(key, value).second;
+        used = true;
+    }
+    void forget(const void * key) {
+        if (used) {
+            std::lock_guard<std::mutex> hold(lock);
+            remembered -= (int64_t) entries.erase(key);
+            used = !entries.empty();
+        }
+    }
+    void forget_all(Value value) {
+        if (used) {
+            std::lock_guard<std::mutex> hold(lock);
+            for (auto entry = entries.begin(); entry != entries.end();) {
+                const bool gone = entry->second == value;
+                entry = gone ? entries.erase(entry) : std::next(entry);
+                remembered -= gone;
+            }
+            used = !entries.empty();
+        }
+    }
+    std::optional<Value> find(const void * key) {
+        if (!used) {
+            return std::nullopt;
+        }
+        std::lock_guard<std::mutex> hold(lock);
+        auto found = entries.find(key);
+        return found == entries.end() ? std::nullopt : std::optional<Value>(found->second);
+    }
+};
+
 // ---- threads of CPU backends: an abort in a kernel can only be caught where one thread computes
 
-inline std::mutex threads_lock;
-inline std::unordered_map<const void *, int> threads_table;
+inline by_address<int> threads_table;
 
-inline void note_threads(const void * backend, int n) {
-    std::lock_guard<std::mutex> hold(threads_lock);
-    threads_table[backend] = n;
-}
-
-inline void forget_threads(const void * backend) {
-    std::lock_guard<std::mutex> hold(threads_lock);
-    threads_table.erase(backend);
-}
+inline void note_threads(const void * backend, int n) { threads_table.note(backend, n); }
 
 #ifdef GGML_CFFI_HAS_META
 inline size_t n_children(ggml_backend_t backend) {
@@ -36,11 +71,11 @@ inline size_t n_children(ggml_backend_t) { return 0; }
 inline ggml_backend_t child(ggml_backend_t, size_t) { return nullptr; }
 #endif
 
-// A backend that has just been made: what was noted of one that lay at its address is void.
-inline void fresh_backend(ggml_backend_t backend) {
-    forget_threads(backend);
+// A backend that goes, or has just been made: what was noted of one at its address is void.
+inline void forget_threads(ggml_backend_t backend) {
+    threads_table.forget(backend);
     for (size_t i = 0; i < n_children(backend); ++i) {
-        forget_threads(child(backend, i));
+        threads_table.forget(child(backend, i));
     }
 }
 
@@ -55,9 +90,7 @@ inline int threads_of(ggml_backend_t backend) {
     if (n) {
         return most;
     }
-    std::lock_guard<std::mutex> hold(threads_lock);
-    auto found = threads_table.find(backend);
-    return found == threads_table.end() ? GGML_DEFAULT_N_THREADS : found->second;
+    return threads_table.find(backend).value_or(GGML_DEFAULT_N_THREADS);
 }
 
 // A scheduler's, of all its backends.
@@ -72,29 +105,44 @@ inline int threads_of(ggml_backend_sched_t scheduler) {
 // ---- weights that each device of a meta device holds a part of the sum of: ggml reads all of the
 // caller's data whatever part of the tensor is to be written
 
-inline std::mutex partial_lock;
-inline std::unordered_map<const ggml_tensor *, bool> partial_table;
-inline std::atomic<size_t> partial_count{0};
+inline by_address<ggml_backend_buffer_t> partial_table;
 
 inline void note_partial(const ggml_tensor * tensor, bool partial) {
-    if (!partial && partial_count == 0) {
-        return;
-    }
-    std::lock_guard<std::mutex> hold(partial_lock);
     if (partial) {
-        partial_table[tensor] = true;
+        partial_table.note(tensor, tensor->buffer);
     } else {
-        partial_table.erase(tensor);
+        partial_table.forget(tensor);
     }
-    partial_count = partial_table.size();
 }
 
+#ifdef GGML_CFFI_HAS_META
+// Where a tensor is in another buffer, one that lay at its address was partial, and is gone.
 inline bool whole_if_partial(const ggml_tensor * tensor, size_t offset, size_t size) {
-    if (partial_count == 0) {
-        return true;
+    return !partial_table.find(tensor) || !tensor->buffer || !ggml_backend_buffer_is_meta(tensor->buffer) ||
+           (offset == 0 && size == ggml_nbytes(tensor));
+}
+#else
+inline bool whole_if_partial(const ggml_tensor *, size_t, size_t) { return true; }
+#endif
+
+// Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.
+inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) {
+    for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
+        if (t->buffer == buffer) {
+            t->buffer = nullptr;
+            t->data = nullptr;
+            t->extra = nullptr;
+        }
     }
-    std::lock_guard<std::mutex> hold(partial_lock);
-    return !partial_table.count(tensor) || (offset == 0 && size == ggml_nbytes(tensor));
+}
+
+// The caller does not get what it has an address for: nobody gets the result that belongs to it.
+inline void free_context(ggml_context ** context) {
+    if (context && *context) {
+        freed(handle::ggml_context, *context, true);
+        ggml_free(*context);
+        *context = nullptr;
+    }
 }
 
 // ---- what ggml leaves behind when memory cannot be had, or was only measured
@@ -144,52 +192,36 @@ struct scheduled {
     const ggml_cgraph * graph;
     int                 n_nodes;
 };
-inline std::mutex scheduled_lock;
-inline std::unordered_map<const void *, scheduled> scheduled_table;
+inline by_address<scheduled> scheduled_table;
 
 // Said before the call, which may allocate and then abort. Always true.
 inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
-    std::lock_guard<std::mutex> hold(scheduled_lock);
-    scheduled_table[scheduler] = { graph, ggml_graph_n_nodes(graph) };
+    scheduled_table.note(scheduler, { graph, ggml_graph_n_nodes(graph) });
     return true;
 }
 
-inline void forget_graph(ggml_backend_sched_t scheduler) {
-    std::lock_guard<std::mutex> hold(scheduled_lock);
-    scheduled_table.erase(scheduler);
-}
+inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forget(scheduler); }
 
 // The scheduler is reset, or allocated for this very graph as it is now.
 inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
-    std::lock_guard<std::mutex> hold(scheduled_lock);
-    auto found = scheduled_table.find(scheduler);
-    return found == scheduled_table.end() ||
-           (found->second.graph == graph && found->second.n_nodes == ggml_graph_n_nodes(graph));
+    const auto found = scheduled_table.find(scheduler);
+    return !found || (found->graph == graph && found->n_nodes == ggml_graph_n_nodes(graph));
 }
 
 // ---- plans: `void *` in C, and their graphs cannot be had from them
 
-inline std::mutex plans_lock;
-inline std::unordered_map<const void *, ggml_cgraph *> plans_table;
+inline by_address<ggml_cgraph *> plans_table;
 
 inline void note_plan(const void * plan, ggml_cgraph * graph) {
     if (plan) {
-        std::lock_guard<std::mutex> hold(plans_lock);
-        plans_table[plan] = graph;
+        plans_table.note(plan, graph);
     }
 }
 
-inline void forget_plan(const void * plan) {
-    std::lock_guard<std::mutex> hold(plans_lock);
-    plans_table.erase(plan);
-}
+inline void forget_plan(const void * plan) { plans_table.forget(plan); }
 
 // The graph of a plan, NULL for what is none.
-inline ggml_cgraph * graph_of(const void * plan) {
-    std::lock_guard<std::mutex> hold(plans_lock);
-    auto found = plans_table.find(plan);
-    return found == plans_table.end() ? nullptr : found->second;
-}
+inline ggml_cgraph * graph_of(const void * plan) { return plans_table.find(plan).value_or(nullptr); }
 
 inline bool indices(const void * plan, ggml_backend_t backend) {
     ggml_cgraph * graph = graph_of(plan);
@@ -207,35 +239,27 @@ struct optimisation {
     ggml_backend_sched_t scheduler;
     bool                 ready; // allocated, and not evaluated since
 };
-inline std::mutex optimisations_lock;
-inline std::unordered_map<const void *, optimisation> optimisations_table;
+inline by_address<optimisation> optimisations_table;
 
 inline void note_scheduler(ggml_opt_context_t context, ggml_backend_sched_t scheduler) {
     if (context) {
-        std::lock_guard<std::mutex> hold(optimisations_lock);
-        optimisations_table[context] = { scheduler, false };
+        optimisations_table.note(context, { scheduler, false });
     }
 }
 
 // Always true.
 inline bool note_ready(ggml_opt_context_t context, bool ready) {
-    std::lock_guard<std::mutex> hold(optimisations_lock);
-    auto found = optimisations_table.find(context);
-    if (found != optimisations_table.end()) {
-        found->second.ready = ready;
+    if (auto found = optimisations_table.find(context)) {
+        optimisations_table.note(context, { found->scheduler, ready });
     }
     return true;
 }
 
-inline void forget_scheduler(ggml_opt_context_t context) {
-    std::lock_guard<std::mutex> hold(optimisations_lock);
-    optimisations_table.erase(context);
-}
+inline void forget_scheduler(ggml_opt_context_t context) { optimisations_table.forget(context); }
 
 inline ggml_backend_sched_t scheduler_of(ggml_opt_context_t context) {
-    std::lock_guard<std::mutex> hold(optimisations_lock);
-    auto found = optimisations_table.find(context);
-    return found == optimisations_table.end() ? nullptr : found->second.scheduler;
+    const auto found = optimisations_table.find(context);
+    return found ? found->scheduler : nullptr;
 }
 
 inline int threads_of(ggml_opt_context_t context) {
@@ -247,9 +271,8 @@ inline int threads_of(ggml_opt_context_t context) {
 // been evaluated: until then, and always with static graphs, its indices are looked at.
 inline bool indices(ggml_opt_context_t context, ggml_opt_dataset_t dataset = nullptr) {
     if (!ggml_opt_static_graphs(context)) {
-        std::lock_guard<std::mutex> hold(optimisations_lock);
-        auto found = optimisations_table.find(context);
-        if (found == optimisations_table.end() || !found->second.ready) {
+        const auto found = optimisations_table.find(context);
+        if (!found || !found->ready) {
             return true;
         }
     }

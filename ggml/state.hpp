@@ -44,7 +44,6 @@ struct thread_state {
     int          index = -1;           // which argument
     bool         raised = false;       // a callback of the present call failed
     const python_entry * entry = nullptr; // the innermost Python function that ggml has called
-    void *       orphan = nullptr;     // a result that the failed call had already made
     uint64_t     serial = 0;           // the present, or else the last, guarded call
     uint64_t     n_calls = 0;          // so far
     uint64_t     log_serial = 0;       // the call that `log` belongs to

@@ -41,7 +41,12 @@ def emit(binding: Binding, headers: list[str], supplement: str, guard: str) -> s
     parts.append(_handles(binding))
     parts.append(guard)
     parts.append(_callbacks(binding))
-    parts += [_own_traits(b) for b in binding.bound if _needs_own_traits(b)]
+    # a function that makes something knows how it is freed, and so comes after the one that does
+    parts += [
+        _own_traits(binding, b)
+        for b in sorted(binding.bound, key=lambda b: bool(b.give_back))
+        if _needs_own_traits(b)
+    ]
     parts += [_invoker(binding, typedef) for typedef in binding.pointers]
     parts.append("// from here on a bound function's name means the guarded call")
     parts += [_macro(b) for b in binding.bound]
@@ -98,10 +103,10 @@ def _nonnull(bound: Bound) -> int:
 
 
 def _needs_own_traits(bound: Bound) -> bool:
-    return bool(bound.require or bound.threads or bound.after)
+    return bool(bound.require or bound.threads or bound.before or bound.after or bound.give_back)
 
 
-def _own_traits(bound: Bound) -> str:
+def _own_traits(binding: Binding, bound: Bound) -> str:
     params = ", ".join(ir.declare(p.type, p.name) for p in bound.function.params)
     lines = [f"struct ggml_cffi_traits_{bound.name} : {_traits(bound)} {{"]
     unused = " ".join(f"(void) {p.name};" for p in bound.function.params)
@@ -121,12 +126,19 @@ def _own_traits(bound: Bound) -> str:
         lines.append("        return nullptr;\n    }")
     if bound.threads:
         lines.append(f"    static int threads({params}) {{ {unused} return {bound.threads}; }}")
-    if bound.after:
+    if bound.before:
+        lines.append(f"    static void before({params}) {{ {unused} {bound.before}; }}")
+    if bound.returns != "void":
         result = ir.declare(bound.function.returns, "result")
-        if bound.returns != "void":
-            params = f"{result}, {params}" if params else result
-            unused = f"(void) result; {unused}"
+        params = f"{result}, {params}" if params else result
+        unused = f"(void) result; {unused}".rstrip()
+    if bound.after:
         lines.append(f"    static void after({params}) {{ {unused} {bound.after}; }}")
+    if bound.give_back:
+        free = next(b for b in binding.bound if b.name == bound.free)
+        undo = f" {bound.undo};" if bound.undo else ""
+        call = f"{_guarded(free)}({', '.join(bound.give_back)})"
+        lines.append(f"    static void undo({params}) {{ {unused}{undo} {call}; }}")
     lines.append("};")
     return "\n".join(lines)
 
@@ -157,8 +169,13 @@ def _invoker(binding: Binding, typedef: ir.Typedef) -> str:
 
 
 def _macro(bound: Bound) -> str:
+    return f"#define {bound.name}(...) {_guarded(bound)}(__VA_ARGS__)"
+
+
+def _guarded(bound: Bound) -> str:
+    """The function that calls `bound` guarded."""
     traits = f"ggml_cffi_traits_{bound.name}" if _needs_own_traits(bound) else _traits(bound)
-    return f"#define {bound.name}(...) ggml_cffi::call<&::{bound.name}, {traits}>::now(__VA_ARGS__)"
+    return f"ggml_cffi::call<&::{bound.name}, {traits}>::now"
 
 
 def _callbacks(binding: Binding) -> str:

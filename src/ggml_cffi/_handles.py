@@ -7,15 +7,20 @@ Whatever an owner needs is kept alive until it is freed, in whatever order Pytho
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 Handle = Any
 """A pointer of cffi's, of whatever type."""
+
+logger = logging.getLogger("ggml_cffi")
+logger.addHandler(logging.NullHandler())  # without any handler, logging prints to stderr
 
 _Self = TypeVar("_Self", bound="Closing")
 _Handle = TypeVar("_Handle")
@@ -111,19 +116,60 @@ class _Resource:
                 parent.users += 1
 
     def drop(self) -> None:
-        """One user less; the last one frees it."""
+        """One user less; the last one frees it. Raises what freeing it raised."""
         with _lock:
             self.users -= 1
             if self.users:
                 return
         # what a fork has copied belongs to the process that made it
         if self.free is not None and self.pid == os.getpid():
-            self.free(self.handle)
-        for parent in self.parents:
-            parent.drop()
+            try:
+                self.free(self.handle)
+            except BaseException:
+                # It is lost: nobody can use or free it any more. But what is left of it may go on
+                # by itself, on threads or streams of its own, and refers to what it needs: that
+                # stays for the life of the process, the memory of Python's as well.
+                _lost.append(self)
+                raise
+        _each(parent.drop for parent in self.parents)
 
 
 _lock = threading.RLock()  # the collector may drop one while another is dropped
+_lost: list[_Resource] = []
+
+
+def _each(steps: Iterable[Callable[[], object]]) -> None:
+    """Take all steps, whatever one of them raises; then raise the first exception, log the others.
+
+    An interrupt comes before any exception that is none.
+    """
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        errors.sort(key=lambda error: isinstance(error, Exception))
+        for other in errors[1:]:
+            _log(other)
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # a traceback has this frame: no circle for the collector
+
+
+def _log(error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # nobody could catch what a failing filter raises
+        logger.error("a handle could not be freed; it is lost, with what it needs: %s", error)
+
+
+def _collected(resource: _Resource) -> None:
+    """Nobody refers to the object any more; nor could anybody catch an exception."""
+    try:
+        resource.drop()
+    except Exception as error:  # an interrupt is the interpreter's to report
+        _log(error)
 
 
 class Owned(Closing, Generic[_Handle]):
@@ -131,13 +177,17 @@ class Owned(Closing, Generic[_Handle]):
 
     `keep` are the objects that it needs: they are freed after it, and closing one of them closes
     this one first.
+
+    If `free` raises, as it does where ggml aborts while it frees something, the object is closed
+    all the same, and what it stands for is lost: never freed, nor is what it needs. `close()`
+    raises the exception; the garbage collector logs it as an error of the logger ``ggml_cffi``.
     """
 
     def __init__(
         self, handle: _Handle, free: Callable[[_Handle], object], keep: tuple[object, ...] = ()
     ) -> None:
         self._resource = _Resource(handle, free, keep)
-        self._finalizer = weakref.finalize(self, self._resource.drop)
+        self._finalizer = weakref.finalize(self, _collected, self._resource)
         self._finalizer.atexit = False
         self._children: weakref.WeakSet[Owned[Any]] = weakref.WeakSet()
         for parent in keep:
@@ -161,13 +211,18 @@ class Owned(Closing, Generic[_Handle]):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Free it, and before that all that depends on it. Closing twice is fine."""
+        """Free it, and before that all that depends on it. Closing twice is fine.
+
+        Raises the first exception of those that freeing them raised; all are closed then.
+        """
         self._close()
 
     def _close(self) -> None:
-        for child in list(self._children):
-            child._close()
-        self._finalizer()
+        _each([*(child._close for child in list(self._children)), self._drop])
+
+    def _drop(self) -> None:
+        if self._finalizer.detach() is not None:  # by one thread only
+            self._resource.drop()
 
     def _gone(self) -> str:
         """What became of it, for an error message."""

@@ -57,7 +57,7 @@ class Spec(NamedTuple):
     enums: Mapping[str, str]
     reason: str
     error: str
-    free: str
+    frees: str
     returns: str
 
 
@@ -478,7 +478,6 @@ def _failure(
     raised: list[BaseException] = _callbacks_module().take_raised()
     lib.ggml_cffi_clear()
     if kind == _CALLBACK_RAISED:
-        _free_orphan(facts, values)
         return _first(raised) or RuntimeError(f"{function}: a callback failed")
     error = _described(kind, function, facts, values, errno, status, message, log)
     return _after(raised, error)
@@ -513,7 +512,7 @@ def _described(
     log: str,
 ) -> BaseException:
     if kind == _ABORTED:
-        return _with_cause(_abort(function, message, log), values)
+        return _with_cause(_abort(function, message, log, facts.frees), values)
     if kind == _NULL_ARGUMENT:
         name = facts.c_args[lib.ggml_cffi_error_index()]
         return ValueError(f"{function}: {name} must not be NULL or None")
@@ -547,7 +546,7 @@ def _decode(value: Any) -> str:
     return text(value) or ""
 
 
-def _abort(function: str, message: str, log: str = "") -> errors.GGMLError:
+def _abort(function: str, message: str, log: str, lost: str) -> errors.GGMLError:
     missing = _MISSING.search(message)
     if missing:
         return errors.NotSupportedError(
@@ -555,7 +554,7 @@ def _abort(function: str, message: str, log: str = "") -> errors.GGMLError:
         )
     place = _PLACE.match(message)
     file, line = (place.group(1), int(place.group(2))) if place else (None, None)
-    return errors.AbortError(message, file, line, function, log)
+    return errors.AbortError(message, file, line, function, log, lost)
 
 
 def _status(function: str, status: int, log: str) -> errors.StatusError:
@@ -579,21 +578,6 @@ def _callbacks_module() -> Any:
     return _callbacks
 
 
-def _free_orphan(facts: Spec, values: tuple[Any, ...]) -> None:
-    """Free the result that a call had already made when its callback failed."""
-    orphan = lib.ggml_cffi_take_orphan()
-    if orphan and facts.free:
-        if facts.free == "ggml_backend_buffer_free":
-            made = ffi.cast("struct ggml_backend_buffer *", orphan)
-            for value in values:
-                if isinstance(value, _CData) and ffi.typeof(value) is _CONTEXT:
-                    lib.ggml_cffi_forget_buffer(value, made)
-        free = getattr(lib, facts.free)
-        free(ffi.cast(ffi.typeof(free).args[0], orphan))
-        lib.ggml_cffi_clear()
-
-
-_CONTEXT = ffi.typeof("struct ggml_context *")
 _TENSOR = ffi.typeof("struct ggml_tensor *")
 
 

@@ -22,7 +22,9 @@ class AbortError(GGMLError):
 
     ``message`` is ggml's own text, ``file`` and ``line`` say where in ggml's source it gave up
     (None where the message does not say), ``function`` is the C function that was called, ``log``
-    what ggml logged about it as a warning or an error meanwhile.
+    what ggml logged about it as a warning or an error meanwhile. ``lost``: if ggml aborted while it
+    freed something, the type of that, as in ``diagnostics.leaked_handles()``; it must not be used
+    again, and what was not freed of it by then never is.
     """
 
     def __init__(
@@ -32,17 +34,22 @@ class AbortError(GGMLError):
         line: int | None = None,
         function: str | None = None,
         log: str = "",
+        lost: str = "",
     ) -> None:
         text = f"{function}: {message}" if function else message
+        if lost:
+            text += f"; the {lost} is lost"
         super().__init__(f"{text} ({log})" if log else text)
         self.message = message
         self.file = file
         self.line = line
         self.function = function
         self.log = log
+        self.lost = lost
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.message, self.file, self.line, self.function, self.log)
+        fields = self.message, self.file, self.line, self.function, self.log, self.lost
+        return type(self), fields
 
 
 class StatusError(GGMLError):
