@@ -118,9 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m codegen.releases", description=__doc__)
     parser.add_argument("name", help="the release, as the table calls it")
     parser.add_argument("--prefix", type=Path, required=True, help="its install prefix")
-    parser.add_argument(
-        "--before", help="that of the one above, if any; `lock` for the pin"
-    )
+    parser.add_argument("--before", help="that of the one above, if any; `lock` for the pin")
     parser.add_argument("--tests", type=Path, required=True, help="pytest's --junitxml")
     parser.add_argument("--write", action="store_true", help="put the row into docs/releases.md")
     given = parser.parse_args(arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import ir
@@ -132,6 +132,7 @@ class Binding:
     version: str = ""
     commit: str = ""
     pointers: tuple[ir.Typedef, ...] = ()  # function-pointer types that ggml hands out
+    modules: Mapping[str, str] = field(default_factory=dict)  # loadable library → its backend
 
 
 def resolve(
@@ -144,11 +145,13 @@ def resolve(
     idle: Collection[str] = (),
     version: str = "",
     commit: str = "",
+    modules: Mapping[str, str] | None = None,
 ) -> Binding:
     """Decide for every function.
 
     `exported`: library → symbols. `known`: the functions of the pin, with their declarations.
-    `idle`: the annotation files of headers that are not bound here.
+    `idle`: the annotation files of headers that are not bound here. `modules`: the libraries that
+    are loadable modules, with the names of their backends.
 
     With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
     it a note of the report.
@@ -188,8 +191,9 @@ def resolve(
     )
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
     return Binding(
-        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers
-    )
+        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers,
+        modules or {},
+    )  # fmt: skip
 
 
 def _fit(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -31,8 +30,7 @@ from _fake_backend import (
 )
 from _release import needs, needs_meta
 
-from ggml_cffi import _family, _loader, capi, ffi
-from ggml_cffi._gen import capi as _gen_capi
+from ggml_cffi import capi, ffi
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, SplitError
 from ggml_cffi.meta import SplitState, split_function
 
@@ -539,20 +537,6 @@ def test_a_cpu_backend(device):
     capi.ggml_backend_free(other)
     with pytest.raises(ValueError, match="backend must not be NULL or None"):
         capi.ggml_backend_get_device(None)
-
-
-def test_a_cpu_backend_where_the_cpu_is_a_loadable_module(monkeypatch):
-    """Such a build has no C function of that name; the device that the module brings does it."""
-    monkeypatch.setattr(_loader, "lib", object())
-    spec = importlib.util.spec_from_file_location("ggml_cffi._other_family", _family.__file__)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert set(module.__all__) == {*_family.__all__, "ggml_backend_cpu_init"}
-    computes(module.ggml_backend_cpu_init())
-    monkeypatch.setattr(_gen_capi, "ggml_backend_dev_by_type", lambda type: None)
-    with pytest.raises(NotSupportedError, match="ggml-cpu is a loadable module in this build"):
-        module.ggml_backend_cpu_init()
 
 
 @covers("get_device")

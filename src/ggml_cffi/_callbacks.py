@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ._gen.tables import KINDS
-from ._loader import ffi, lib
+from ._loader import ffi, lib, load_backends
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
@@ -475,4 +475,5 @@ def _close() -> None:
 
 
 lib.ggml_cffi_install()
+load_backends()  # what ggml says of them goes to our log
 atexit.register(_close)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ffi", "lib", "library_files", "load_backends"]
+__all__ = ["ffi", "lib", "library_files", "load_backends", "module_files"]
 
 PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
@@ -36,21 +36,29 @@ def library_files(info: ModuleType) -> dict[str, Path]:
     return {name: Path(info.SYSTEM_LIBDIR, f"lib{name}.so") for name in info.LIBRARIES}
 
 
-def load_backends() -> None:
-    """Load the backends that came as loadable modules with a copied ggml, if any.
+def module_files(info: ModuleType) -> list[Path]:
+    """Give the backends that came with this ggml as loadable modules."""
+    if info.SYSTEM_LIBDIR is not None:
+        return [Path(path) for path in info.SYSTEM_MODULES]
+    return sorted(p for p in LIBS.glob("libggml-*.so") if info.PREFIX_KEY not in p.name)
 
-    A ggml built with GGML_BACKEND_DL looks for them where it was installed or beside the Python
-    executable, so ``ggml_backend_load_all`` alone does not find the copies. Calling it again loads
-    nothing anew.
+
+def load_backends() -> None:
+    """Load the backends that are loadable modules, if any: then they are there as linked ones are.
+
+    The package does so when it is imported. ggml looks for them where it was installed or beside
+    the Python executable, so ``ggml_backend_load_all`` alone does not find copies. Calling it again
+    loads nothing anew.
     """
-    modules = [path for path in LIBS.glob("libggml-*.so") if _PREFIX_KEY not in path.name]
-    if not modules:
-        return
-    for path in modules:
-        # First with our flags: ggml's dlopen would let another ggml of the process serve them.
-        with contextlib.suppress(OSError):  # for another processor, or without its driver
-            ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
-    lib.ggml_backend_load_all_from_path(os.fsencode(LIBS))
+    info = _build_info()
+    modules = module_files(info)
+    if info.SYSTEM_LIBDIR is None:
+        for path in modules:
+            # First with our flags: ggml's dlopen would let another ggml of the process serve them.
+            with contextlib.suppress(OSError):  # for another processor, or without its driver
+                ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
+    for folder in dict.fromkeys(path.parent for path in modules):
+        lib.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
 def _check_platform() -> None:
@@ -200,14 +208,14 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, Any, str]:
+def _load() -> tuple[Any, Any]:
     _check_platform()
     info = _build_info()
     _check_files(info)
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
-    return module.lib, module.ffi, info.PREFIX_KEY
+    return module.lib, module.ffi
 
 
-lib, ffi, _PREFIX_KEY = _load()
+lib, ffi = _load()
