@@ -186,10 +186,12 @@ def tests(session: nox.Session, backend: str) -> None:
 
 @nox.session(python=CORE)
 def core(session: nox.Session) -> None:
-    """The tests that are worth running on every Python."""
+    """The tests that are worth running on every Python, in its development mode."""
     install(session, "test", "pytest-xdist")
     quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen")
-    pytest(session, "tests", *quick, *PARALLEL)
+    # Warnings are errors, in the processes that tests start as well; memory has its bounds checked.
+    strict = {"PYTHONDEVMODE": "1", "PYTHONMALLOC": "debug", "PYTHONWARNINGS": "error"}
+    pytest(session, "tests", *quick, *PARALLEL, **strict)
 
 
 @nox.session(python=MAIN)
@@ -265,6 +267,14 @@ def release(session: nox.Session, name: str) -> Path:
 
 
 @nox.session(python=MAIN)
+def fuzz(session: nox.Session) -> None:
+    """Five thousand random graphs and calls, or GGML_CFFI_FUZZ of them, and what they come to."""
+    install(session, "test")
+    environ = {"GGML_CFFI_FUZZ": os.environ.get("GGML_CFFI_FUZZ", "5000")}
+    pytest(session, "tests/fuzz", "-s", **environ)
+
+
+@nox.session(python=MAIN)
 def demo(session: nox.Session) -> None:
     """The demonstration; ``-- --model FILE.gguf`` for a real model."""
     install(session, "", "gguf")
@@ -282,5 +292,5 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
     """Every session: all tests on all Pythons and backends, the benchmark and the demonstration."""
-    for name in ("lint", "codegen", "typing", "tests", "demo", "bench"):
+    for name in ("lint", "codegen", "typing", "tests", "fuzz", "demo", "bench"):
         session.notify(name)

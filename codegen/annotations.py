@@ -33,7 +33,7 @@ _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
     "threads", "before", "after", "undo",
 )  # fmt: skip
-_BOOLS = ("success", "releases")
+_BOOLS = ("success", "releases", "frees_inside")
 KEYS = frozenset((*_LISTS, *_TABLES, *_STRINGS, *_BOOLS))
 _OF_PARAMETERS = frozenset(
     ("holds", "nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",

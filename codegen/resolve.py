@@ -95,6 +95,7 @@ class Bound:
     after: str = ""
     undo: str = ""
     releases: bool = False
+    frees_inside: bool = False
     override: str = ""
     note: str = ""
     library: str = ""
@@ -261,6 +262,7 @@ def _bind(
         after=table.get("after", ""),
         undo=table.get("undo", ""),
         releases=table.get("releases", False),
+        frees_inside=table.get("frees_inside", False),
         override=table.get("override", ""),
         note=table.get("note", ""),
         library=library,

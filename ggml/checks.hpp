@@ -1201,10 +1201,13 @@ inline bool index_type(const ggml_tensor * t) {
 }
 
 // What these nodes use as indices. Those that an operation of known range computes are judged by
-// that: which of them there will be is not known yet.
-inline bool index_uses(const std::vector<const ggml_tensor *> & nodes, std::vector<index_use> & uses) {
+// that: which of them there will be is not known yet. `source(node, ids)` gives the tensor that the
+// indices of a node are to be looked for in, NULL for none.
+template <class Source>
+bool index_uses(const std::vector<const ggml_tensor *> & nodes, std::vector<index_use> & uses, Source source) {
     for (const ggml_tensor * node : nodes) {
         index_use use = index_use_of(node);
+        use.ids = use.ids ? source(node, use.ids) : nullptr;
         if (!use.ids || ggml_is_empty(use.ids) || !index_type(use.ids)) {
             continue;
         }
@@ -1222,6 +1225,10 @@ inline bool index_uses(const std::vector<const ggml_tensor *> & nodes, std::vect
     return true;
 }
 
+inline const ggml_tensor * own_indices(const ggml_tensor *, const ggml_tensor * ids) {
+    return ids;
+}
+
 inline bool index_values(const index_use & use, const char * data) {
     return use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data);
 }
@@ -1231,8 +1238,8 @@ inline const ggml_tensor * root_of(const ggml_tensor * t) {
 }
 
 // The indices that lie in memory already. `wanted`: an index tensor without memory has no values
-// either, and none will come.
-inline bool present_indices(const index_use & use, ggml_backend_t backend, bool wanted) {
+// either, and none will come. `fetch`: those that the CPU cannot read are got from their device.
+inline bool present_indices(const index_use & use, bool wanted, bool fetch) {
     const ggml_tensor * root = root_of(use.ids);
     if (!root->data) {
         if (wanted) {
@@ -1240,20 +1247,22 @@ inline bool present_indices(const index_use & use, ggml_backend_t backend, bool 
         }
         return !wanted;
     }
-    if (in_meta_buffer(root) && backend && on_cpu(backend) && ggml_is_contiguous(root)) {
-        std::vector<char> copy(ggml_nbytes(root));
-        ggml_backend_tensor_get(root, copy.data(), 0, copy.size());
-        return index_values(use, copy.data() + use.ids->view_offs);
+    if (data_in_host_memory(root)) {
+        return !use.ids->data || index_values(use, (const char *) use.ids->data);
     }
-    return !use.ids->data || !data_in_host_memory(root) || index_values(use, (const char *) use.ids->data);
+    if (!fetch || !buffer_of(root) || !ggml_is_contiguous(root)) {
+        return true;
+    }
+    std::vector<char> copy(ggml_nbytes(root));
+    ggml_backend_tensor_get(root, copy.data(), 0, copy.size());
+    return index_values(use, copy.data() + use.ids->view_offs);
 }
 
-// All indices of a graph that are there before it is computed, and that the CPU can read, are in
-// range, and so are those that the graph computes by an operation of known range. What it computes
-// otherwise is not known yet; a scheduler's copies are old.
-inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool wanted = false) {
+// Calls `look` with each use of indices that are there before a graph is computed. What the graph
+// computes otherwise than by an operation of known range is not known yet.
+template <class Source, class Look> bool indices(ggml_cgraph * graph, Source source, Look look) {
     std::vector<index_use> uses;
-    if (!index_uses(computed_nodes(graph), uses)) {
+    if (!index_uses(computed_nodes(graph), uses, source)) {
         return false;
     }
     if (uses.empty()) {
@@ -1269,20 +1278,22 @@ inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr, bool 
     index_use last{};
     for (const index_use & use : uses) {
         const ggml_tensor * root = root_of(use.ids);
-        if ((use.ids == last.ids && use.limit == last.limit) || root->op != GGML_OP_NONE || written.count(root) ||
-            std::strchr(root->name, '#')) {
+        if ((use.ids == last.ids && use.limit == last.limit) || root->op != GGML_OP_NONE || written.count(root)) {
             continue;
         }
         last = use;
-        if (!present_indices(use, backend, wanted)) {
+        if (!look(use)) {
             return false;
         }
     }
     return true;
 }
 
-inline bool indices(ggml_backend_sched_t, ggml_cgraph * graph) {
-    return indices(graph, nullptr, true);
+// The indices of a graph that is computed by one backend (NULL: the CPU without one).
+inline bool indices(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
+    return indices(graph, own_indices, [backend](const index_use & use) {
+        return present_indices(use, false, in_meta_buffer(root_of(use.ids)) && backend && on_cpu(backend));
+    });
 }
 
 // The places inside one datum that a view of a batch of data reads.
@@ -1319,21 +1330,22 @@ inline bool indices_of_data(index_use use, const ggml_tensor * inputs, const ggm
 
 // Those of what an optimisation context evaluates; the backward pass uses the same. With a data set,
 // `inputs` will hold its data.
-inline bool indices(const ggml_tensor * outputs, const ggml_tensor * inputs, ggml_opt_dataset_t dataset) {
+template <class Source>
+bool indices(const ggml_tensor * outputs, const ggml_tensor * inputs, ggml_opt_dataset_t dataset, Source source) {
     std::vector<index_use> uses;
     if (!outputs || !inputs) {
         return true;
     }
-    if (!index_uses(computed_nodes(outputs), uses)) {
+    if (!index_uses(computed_nodes(outputs), uses, source)) {
         return false;
     }
     for (const index_use & use : uses) {
         const ggml_tensor * root = root_of(use.ids);
-        if (root->op != GGML_OP_NONE || std::strchr(root->name, '#')) {
+        if (root->op != GGML_OP_NONE) {
             continue;
         }
         if (root == inputs && dataset ? !indices_of_data(use, inputs, ggml_opt_dataset_data(dataset))
-                                      : !present_indices(use, nullptr, true)) {
+                                      : !present_indices(use, true, false)) {
             return false;
         }
     }

@@ -52,17 +52,43 @@ inline bool in_kernel() {
     return search.found;
 }
 
+struct free_search {
+    const void * region;
+    bool         found;
+};
+
+inline _Unwind_Reason_Code find_free(_Unwind_Context * context, void * data) {
+    auto & search = *(free_search *) data;
+    if (_Unwind_GetCFA(context) > (uintptr_t) search.region) { // the stack grows downwards
+        return _URC_END_OF_STACK;
+    }
+    const auto * start = (const void *) _Unwind_GetRegionStart(context);
+    search.found = std::find(std::begin(destructors), std::end(destructors), start) != std::end(destructors);
+    return search.found ? _URC_END_OF_STACK : _URC_NO_REASON;
+}
+
+// Whether ggml is freeing something, somewhere inside the guarded call: in a destructor, perhaps,
+// which no exception may leave.
+inline bool is_freeing(const region * inside) {
+    free_search search{inside, false};
+    _Unwind_Backtrace(find_free, &search);
+    return search.found;
+}
+
 inline void tell_python(const char * message);
 
 inline void on_abort(const char * message) {
     region * inside = state.inside;
     if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
-        caught_aborts.fetch_add(1, std::memory_order_relaxed);
-        if (inside->how == leave::by_jump) {
+        const bool freeing = inside->how == leave::by_jump || is_freeing(inside);
+        caught_aborts.fetch_add(!freeing || inside->jump, std::memory_order_relaxed);
+        if (!freeing) {
+            throw abort_error{message};
+        }
+        if (inside->jump) {
             details().message = message;
             longjmp(*inside->jump, 1);
         }
-        throw abort_error{message};
     }
     // Nobody can catch it: ggml ends the process when this returns, as it would without us, and
     // faulthandler prints Python's traceback. The first thread does; others that abort meanwhile
@@ -84,7 +110,8 @@ inline void on_abort(const char * message) {
 template <auto F, class Traits> struct call;
 
 template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits> {
-    static R now(A... a) {
+    // GCC gives a forced unwind, which is no object, as a reference to nothing: no matter for UBSan.
+    [[gnu::no_sanitize("null")]] static R now(A... a) {
         thread_state & s = state;
         s.kind = no_error;
         s.serial = ++s.n_calls;
@@ -94,20 +121,23 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         std::conditional_t<Traits::how == leave::compute, computation, no_computation> mine;
         region * const outer = s.inside;
         jmp_buf jump;
-        if constexpr (Traits::how == leave::by_jump) {
+        if constexpr (Traits::how == leave::by_jump || Traits::frees_inside) {
             here.jump = &jump;
             if (setjmp(jump)) {
                 s.inside = outer;
                 end_failures(s, raised_before);
                 s.kind = aborted;
                 count_freed(here, false, a...);
+                if constexpr (Traits::frees_inside) {
+                    note_broken(std::get<0>(std::tuple<A...>(a...)), false);
+                }
                 return zero();
             }
         }
         s.inside = &here;
         try {
             // inside the region: what is required may be asked of ggml, which may abort over it
-            if (!check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
+            if (!check(std::make_index_sequence<sizeof...(A)>{}, a...) || !is_whole(here, a...)) {
                 s.inside = outer;
                 end_failures(s, raised_before);
                 return zero();
@@ -146,10 +176,9 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         } catch (const char * text) {
             fail(s, outer, raised_before, cpp_exception, text);
             count_freed(here, false, a...);
+        } catch (abi::__forced_unwind &) {
+            throw; // the thread is being cancelled
         } catch (...) {
-            if (!abi::__cxa_current_exception_type()) {
-                throw; // none of C++: the thread is being cancelled
-            }
             fail(s, outer, raised_before, cpp_exception, "an unknown C++ exception");
             count_freed(here, false, a...);
         }
@@ -170,6 +199,23 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely);
             }
         }
+    }
+
+    // Not what an abort has left half freed: that is lost.
+    static bool is_whole(region & here, A... a) {
+        if constexpr (Traits::frees != handle::none || Traits::frees_inside) {
+            const auto & object = std::get<Traits::freed_argument>(std::tuple<A...>(a...));
+            if constexpr (std::is_pointer_v<std::decay_t<decltype(object)>>) {
+                if (is_broken(object)) {
+                    state.kind = aborted;
+                    details().message = "it is lost: an earlier abort has left it half freed";
+                    here.running = true;
+                    count_freed(here, false, a...);
+                    return false;
+                }
+            }
+        }
+        return true;
     }
 
     // A callback has raised, so nobody gets what was made.
@@ -255,6 +301,7 @@ struct traits {
     static constexpr handle makes = Makes; // the result is the caller's to free
     static constexpr handle frees = Frees; // the argument number Freed
     static constexpr size_t freed_argument = Freed;
+    static constexpr bool frees_inside = false; // ggml may free something on the way
     static constexpr bool has_requirements = false;
     template <class... A> static int threads(A...) { return 1; }
     template <class... A> static void before(A...) {}

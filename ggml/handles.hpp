@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <type_traits>
+#include <unordered_map>
 
 namespace ggml_cffi {
 
@@ -30,10 +32,37 @@ template <class T> bool is_something(const T & value) {
     }
 }
 
+// What an abort has left half freed, and whether it counts as leaked already. Some of its destructors
+// have run: nothing may use or free it any more.
+inline std::atomic<size_t> n_broken{0};
+inline std::mutex broken_lock;
+inline std::unordered_map<const void *, bool> broken_table;
+
+inline void note_broken(const void * object, bool counted) {
+    std::lock_guard<std::mutex> hold(broken_lock);
+    broken_table[object] = counted;
+    n_broken = broken_table.size();
+}
+
+inline bool is_broken(const void * object) {
+    if (n_broken == 0) {
+        return false;
+    }
+    std::lock_guard<std::mutex> hold(broken_lock);
+    return broken_table.count(object);
+}
+
 // The caller owns `value` from now on.
 template <class T> void made(handle kind, const T & value) {
     if (is_something(value)) {
         counts_of(kind).live.fetch_add(1, std::memory_order_relaxed);
+        if constexpr (std::is_pointer_v<T>) {
+            if (n_broken) { // what lay there before is gone after all
+                std::lock_guard<std::mutex> hold(broken_lock);
+                broken_table.erase(value);
+                n_broken = broken_table.size();
+            }
+        }
     }
 }
 
@@ -44,10 +73,22 @@ inline void taken_over(handle kind, size_t n) {
 
 // ggml was to free `value`, and has, or has given up on the way.
 template <class T> void freed(handle kind, const T & value, bool completely) {
-    if (is_something(value)) {
-        counts_of(kind).live.fetch_sub(1, std::memory_order_relaxed);
-        counts_of(kind).leaked.fetch_add(!completely, std::memory_order_relaxed);
+    if (!is_something(value)) {
+        return;
     }
+    if constexpr (std::is_pointer_v<T>) {
+        if (!completely) {
+            std::lock_guard<std::mutex> hold(broken_lock);
+            bool & counted = broken_table[value];
+            n_broken = broken_table.size();
+            if (counted) {
+                return;
+            }
+            counted = true;
+        }
+    }
+    counts_of(kind).live.fetch_sub(1, std::memory_order_relaxed);
+    counts_of(kind).leaked.fetch_add(!completely, std::memory_order_relaxed);
 }
 
 } // namespace ggml_cffi

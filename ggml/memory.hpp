@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -174,6 +176,9 @@ inline void forget_plan(ggml_backend_sched_t scheduler) {
 // ggml frees a CPU backend's work buffer before it allocates a larger one: if that throws, the
 // backend is left with the freed one. So try first. Throws std::bad_alloc.
 inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
+    for (size_t i = 0; i < n_children(backend); ++i) {
+        can_work(child(backend, i), graph);
+    }
     if (ggml_backend_is_cpu(backend)) {
         const size_t size = ggml_graph_plan(graph, threads_of(backend), nullptr).work_size;
         if (size > (1u << 20)) {
@@ -186,17 +191,67 @@ inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
 inline bool can_work(ggml_backend_t, ggml_cgraph *) { return true; }
 #endif
 
+// Which of its backends gets what of the graph is not known: any may get all.
+inline bool can_work(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+        can_work(ggml_backend_sched_get_backend(scheduler, i), graph);
+    }
+    return true;
+}
+
+// ggml_backend_sched_new does not look whether it got what it asks for: for each node of the largest
+// graph, the tensors and places of as many inputs as a split can have, and its part of a hash table.
+// So try first. Throws std::bad_alloc.
+inline bool can_schedule(size_t n_backends, size_t graph_size, bool parallel) {
+    const size_t inputs = 2 * 30, copies = parallel ? 4 : 1;
+    const size_t hashed = 2 * (sizeof(void *) + sizeof(int) + n_backends * copies * sizeof(void *));
+    const size_t listed = (inputs + 1) * 4 * sizeof(int);
+    ::operator delete(::operator new(graph_size * (inputs * sizeof(ggml_tensor) + listed + hashed)));
+    return true;
+}
+
 // ---- what a scheduler is allocated for: given another graph, ggml computes the first one again
 
 struct scheduled {
     const ggml_cgraph * graph;
     int                 n_nodes;
+    // The tensors of indices that nodes have: a scheduler puts copies of its own in their places.
+    std::shared_ptr<const std::unordered_map<const ggml_tensor *, const ggml_tensor *>> ids;
+
+    bool holds(const ggml_cgraph * other) const {
+        return graph == other && n_nodes == ggml_graph_n_nodes((ggml_cgraph *) other);
+    }
 };
 inline by_address<scheduled> scheduled_table;
 
+// Of a graph that a scheduler was allocated for before: such copies are called "backend#tensor#number",
+// which may be cut off at the end.
+inline bool is_copy(ggml_backend_sched_t scheduler, const ggml_tensor * t) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+        const char * name = ggml_backend_name(ggml_backend_sched_get_backend(scheduler, i));
+        const size_t length = std::strlen(name);
+        if (std::strncmp(t->name, name, length) == 0 && t->name[length] == '#') {
+            return true;
+        }
+    }
+    return false;
+}
+
 // Said before the call, which may allocate and then abort. Always true.
 inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
-    scheduled_table.note(scheduler, { graph, ggml_graph_n_nodes(graph) });
+    const auto found = scheduled_table.find(scheduler);
+    if (found && found->holds(graph)) {
+        return true;
+    }
+    std::unordered_map<const ggml_tensor *, const ggml_tensor *> ids;
+    for (const ggml_tensor * node : check::computed_nodes(graph)) {
+        const ggml_tensor * used = check::index_use_of(node).ids;
+        if (used && !is_copy(scheduler, used)) {
+            ids[node] = used;
+        }
+    }
+    scheduled_table.note(scheduler, { graph, ggml_graph_n_nodes(graph),
+                                      std::make_shared<decltype(ids)>(std::move(ids)) });
     return true;
 }
 
@@ -205,7 +260,34 @@ inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forge
 // The scheduler is reset, or allocated for this very graph as it is now.
 inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
-    return !found || (found->graph == graph && found->n_nodes == ggml_graph_n_nodes(graph));
+    return !found || found->holds(graph);
+}
+
+// The CPU may be to compute a node, as far as that has been decided.
+inline bool may_be_on_cpu(ggml_backend_sched_t scheduler, const ggml_tensor * node) {
+    ggml_backend_t chosen = ggml_backend_sched_get_tensor_backend(scheduler, (ggml_tensor *) node);
+    return !chosen || check::on_cpu(chosen);
+}
+
+// The indices of a graph that a scheduler is to compute. Those that lie on a device and that the CPU is to
+// use are got from there, when all that may write them is done: the scheduler copies them as well.
+inline bool indices(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    const auto found = scheduled_table.find(scheduler);
+    const auto source = [&](const ggml_tensor * node, const ggml_tensor * ids) -> const ggml_tensor * {
+        if (found) {
+            const auto before = found->ids->find(node);
+            return before == found->ids->end() ? nullptr : before->second;
+        }
+        return is_copy(scheduler, ids) ? nullptr : ids;
+    };
+    return check::indices(graph, source, [&](const check::index_use & use) {
+        const ggml_tensor * root = check::root_of(use.ids);
+        const bool fetch = root->data && !check::data_in_host_memory(root) && may_be_on_cpu(scheduler, use.node);
+        for (int i = 0; fetch && i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
+            ggml_backend_synchronize(ggml_backend_sched_get_backend(scheduler, i));
+        }
+        return check::present_indices(use, true, fetch);
+    });
 }
 
 // ---- plans: `void *` in C, and their graphs cannot be had from them
@@ -276,7 +358,11 @@ inline bool indices(ggml_opt_context_t context, ggml_opt_dataset_t dataset = nul
             return true;
         }
     }
-    return check::indices(ggml_opt_outputs(context), ggml_opt_inputs(context), dataset);
+    ggml_backend_sched_t scheduler = scheduler_of(context);
+    const auto source = [scheduler](const ggml_tensor *, const ggml_tensor * ids) {
+        return scheduler && is_copy(scheduler, ids) ? nullptr : ids;
+    };
+    return check::indices(ggml_opt_outputs(context), ggml_opt_inputs(context), dataset, source);
 }
 
 } // namespace ggml_cffi

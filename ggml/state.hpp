@@ -26,7 +26,7 @@ struct abort_error {
     std::string message;
 };
 
-// A guarded region; only a by_jump one has a place to jump to.
+// A guarded region; there is a place to jump to where no exception may leave ggml, or not always.
 struct region {
     leave     how;
     int       threads;

@@ -1053,7 +1053,8 @@ def test_loading_and_unloading(module):
             print(error)
         capi.ggml_backend_unload(reg)
         print(capi.ggml_backend_reg_count() - regs, capi.ggml_backend_dev_by_name("Loaded0"))
-        print(path in open("/proc/self/maps").read())
+        from pathlib import Path
+        print(path in Path("/proc/self/maps").read_text())
     """)
     assert shown.splitlines() == [
         "Loaded True",

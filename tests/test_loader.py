@@ -52,7 +52,8 @@ Result = subprocess.CompletedProcess[str]
 
 
 def run(package: Path, code: str, *arguments: str, **environ: str) -> Result:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_", "PYTHONFAULT"))}
+    ours = ("GGML_", "PYTHONFAULT", "PYTHONDEV")  # both may turn the fault handler on
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return subprocess.run(
         [sys.executable, "-c", PROLOGUE + code, *arguments],
         env={**clean, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", **environ},

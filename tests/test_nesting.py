@@ -17,7 +17,7 @@ import pytest
 from _compute import Arena
 from _release import needs
 
-from ggml_cffi import AbortError, GGUFError, capi, ffi
+from ggml_cffi import AbortError, GGUFError, _callbacks, capi, ffi, lib
 
 I32 = capi.GGML_TYPE_I32
 
@@ -220,3 +220,318 @@ def test_an_array_of_another_type_than_its_tensor(arena: Arena) -> None:
             capi.ggml_backend_tensor_set_2d(tensor, array, 0, 4, 2, 8, 4)
     for array in (np.zeros(4, np.float32), np.zeros(16, np.uint8)):
         capi.ggml_backend_tensor_set(tensor, array, 0)
+
+
+# ---- where an exception comes out
+
+
+def test_what_a_worker_raised_after_the_caller_is_not_kept_for_later(
+    arena: Arena, cpu: Any
+) -> None:
+    """The caller's part of the second operation is skipped; its workers' is not."""
+    capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+    fail = [True]
+
+    def first(dst: Any, src: Any, ith: int, nth: int) -> None:
+        if fail and ith == 0:
+            raise KeyError("caller")
+
+    def second(dst: Any, src: Any, ith: int, nth: int) -> None:
+        if fail and ith:
+            raise ValueError("worker")
+
+    ctx = arena.context()
+    middle = capi.ggml_map_custom1(ctx, arena.weight(8), first, 2)
+    graph = arena.graph(ctx, capi.ggml_map_custom1(ctx, middle, second, 2))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="caller"):
+            capi.ggml_backend_graph_compute(cpu, graph)
+    fail.clear()
+    assert capi.ggml_backend_graph_compute(cpu, graph) is capi.GGML_STATUS_SUCCESS
+    assert _callbacks._errors == {}
+
+
+def test_what_a_worker_raises_before_its_function_begins(
+    arena: Arena, cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As memory that runs out on the way into Python: it comes out, and but once."""
+    capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+    here = threading.get_ident()
+    graph, _, _ = custom(arena, lambda dst, src, ith, nth: None, n_tasks=2)
+
+    class Table(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            if threading.get_ident() != here:
+                raise MemoryError("on the way in")
+            return super().get(key, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_callbacks, "_table", Table(_callbacks._table))
+        with pytest.raises(MemoryError, match="on the way in"):
+            capi.ggml_backend_graph_compute(cpu, graph)
+    assert capi.ggml_backend_graph_compute(cpu, graph) is capi.GGML_STATUS_SUCCESS
+
+
+@pytest.fixture
+def out_of_range(arena: Arena, cpu: Any) -> Callable[[BaseException], Any]:
+    """A graph of an operation that raises, and then of a row that is not there: ggml aborts."""
+    capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+
+    def build(error: BaseException) -> Any:
+        def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+            floats(dst)[:] = 7
+            raise error
+
+        ctx = arena.context()
+        number = capi.ggml_map_custom1(ctx, arena.weight(1), function)
+        rows = capi.ggml_get_rows(ctx, arena.weight(4, 2), capi.ggml_cast(ctx, number, I32))
+        return arena.graph(ctx, rows)
+
+    return build
+
+
+def test_an_abort_after_an_exception_names_it_as_its_cause(out_of_range: Any, cpu: Any) -> None:
+    error = KeyError("operation")
+    graph = out_of_range(error)
+    for _ in range(2):
+        with pytest.raises(AbortError) as caught:
+            capi.ggml_backend_graph_compute(cpu, graph)
+        assert caught.value.__cause__ is error
+    assert _callbacks._errors == {}
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_abort_after_an_interrupt_does_not_hide_it(
+    out_of_range: Any, cpu: Any, kind: type[BaseException]
+) -> None:
+    error = kind()
+    with pytest.raises(kind) as caught:
+        capi.ggml_backend_graph_compute(cpu, out_of_range(error))
+    assert caught.value is error
+    assert isinstance(error.__context__, AbortError)
+    assert _callbacks._errors == {}
+
+
+def test_an_interrupt_after_an_exception_of_the_same_call_is_not_lost() -> None:
+    """The reader raises, ggml logs that, and the receiver of the log is interrupted."""
+
+    def read(output: Any, offset: int, length: int) -> int:
+        raise KeyError("reader")
+
+    def receive(level: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    capi.ggml_log_set(receive)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            capi.gguf_init_from_callback(read, 0, 1000)
+    finally:
+        capi.ggml_log_set(None)
+    with pytest.raises(KeyError, match="reader"):
+        capi.gguf_init_from_callback(read, 0, 1000)
+
+
+def test_a_failing_call_in_the_log_receiver_takes_no_exception_of_the_outer_call() -> None:
+    failed = []
+
+    def read(output: Any, offset: int, length: int) -> int:
+        raise KeyError("reader")
+
+    def receive(level: int, text: str) -> None:
+        with pytest.raises(ValueError, match="must not be NULL"):
+            capi.ggml_nelements(None)
+        failed.append(text)
+
+    capi.ggml_log_set(receive)
+    try:
+        for _ in range(2):
+            with pytest.raises(KeyError, match="reader"):
+                capi.gguf_init_from_callback(read, 0, 1000)
+    finally:
+        capi.ggml_log_set(None)
+    assert failed
+
+
+def test_an_error_that_a_callback_leaves_unread_is_not_the_outer_calls(
+    arena: Arena, cpu: Any
+) -> None:
+    def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+        lib.ggml_get_data_f32(ffi.NULL)
+        assert lib.ggml_cffi_error()
+
+    graph, _, _ = custom(arena, function)
+    assert capi.ggml_backend_graph_compute(cpu, graph) is capi.GGML_STATUS_SUCCESS
+
+
+def test_what_comes_out_of_lib_unread_does_not_come_out_elsewhere(arena: Arena, cpu: Any) -> None:
+    fail = [True]
+
+    def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+        if fail:
+            raise KeyError("unread")
+
+    graph, _, _ = custom(arena, function)
+    lib.ggml_backend_graph_compute(cpu, graph)
+    assert lib.ggml_cffi_error()
+    with pytest.raises(ValueError, match="must not be NULL"):
+        capi.ggml_nelements(None)
+    fail.clear()
+    assert capi.ggml_backend_graph_compute(cpu, graph) is capi.GGML_STATUS_SUCCESS
+    fail.append(True)
+    with pytest.raises(KeyError):
+        capi.ggml_backend_graph_compute(cpu, graph)
+    assert _callbacks._errors == {}
+
+
+# ---- functions that are gone
+
+
+def test_an_operation_whose_function_is_gone_says_so(arena: Arena, cpu: Any) -> None:
+    """A copy of a graph outlives the context of its original, but not the functions in it."""
+    ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+    result = capi.ggml_map_custom1(ctx, arena.weight(8), lambda dst, src, ith, nth: None)
+    copy = capi.ggml_backend_graph_copy(cpu, arena.graph(ctx, result))
+    capi.ggml_backend_graph_compute(cpu, copy.graph)
+    capi.ggml_free(ctx)
+    with pytest.raises(RuntimeError, match="the function behind a ggml_custom1_op_t is gone"):
+        capi.ggml_backend_graph_compute(cpu, copy.graph)
+    capi.ggml_backend_graph_copy_free(copy)
+
+
+def test_the_functions_of_a_context_that_is_reset_are_let_go(arena: Arena) -> None:
+    ctx = arena.context()
+    before = len(_callbacks._table)
+    for _ in range(3):
+        tensor = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+        capi.ggml_map_custom1(ctx, tensor, lambda dst, src, ith, nth: None)
+        assert len(_callbacks._table) == before + 1
+        capi.ggml_reset(ctx)
+    assert len(_callbacks._table) == before
+
+
+def test_an_object_at_the_address_of_a_freed_one_keeps_its_functions(arena: Arena) -> None:
+    """Another thread may have made it before the first one has let the old functions go."""
+    ctx = arena.context()
+    tensor = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+    capi.ggml_map_custom1(ctx, tensor, lambda dst, src, ith, nth: None)
+    last = _callbacks.newest()
+    capi.ggml_map_custom1(ctx, tensor, lambda dst, src, ith, nth: None)
+    address = int(ffi.cast("uintptr_t", ctx))
+    old, new = _callbacks.owners[address]
+    _callbacks.release(ctx, last)
+    assert (old.function, old.number in _callbacks._table) == (None, False)
+    assert _callbacks.owners[address] == [new]
+    assert new.number in _callbacks._table
+
+
+def test_two_threads_that_set_a_callback_leave_the_one_that_ggml_has(
+    arena: Arena, cpu: Any
+) -> None:
+    graph, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    start = threading.Barrier(2)
+
+    def replace() -> None:
+        start.wait()
+        for _ in range(200):
+            capi.ggml_backend_cpu_set_abort_callback(cpu, lambda: bool(asked.append(1)))
+
+    asked: list[int] = []
+    for _ in range(5):
+        threads = [threading.Thread(target=replace) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asked.clear()
+        capi.ggml_backend_graph_compute(cpu, graph)
+        assert asked
+
+
+# ---- a backend at work
+
+
+def test_within_an_operation_its_backend_computes_nothing_else(arena: Arena, cpu: Any) -> None:
+    capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+    inner, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    calls = []
+
+    def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+        calls.append(ith)
+        with pytest.raises(ValueError, match=r"requires idle.*is computing what this is called by"):
+            capi.ggml_backend_graph_compute(cpu, inner)
+
+    graph, _, _ = custom(arena, function)
+    capi.ggml_backend_graph_compute(cpu, graph)
+    sched = scheduler(arena)
+    capi.ggml_backend_sched_graph_compute(sched, custom_unallocated(arena, function))
+    capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+    both, _, _ = custom(arena, function, n_tasks=2)
+    capi.ggml_backend_graph_compute(cpu, both)
+    assert sorted(calls) == [0, 0, 0, 1]
+    capi.ggml_backend_graph_compute(cpu, inner)
+
+
+def custom_unallocated(arena: Arena, function: Callable[..., None]) -> Any:
+    ctx = arena.context()
+    return arena.graph(ctx, capi.ggml_map_custom1(ctx, arena.weight(8), function), allocate=False)
+
+
+def test_within_an_abort_callback_its_backend_computes_nothing_else(arena: Arena, cpu: Any) -> None:
+    inner, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    calls = []
+
+    def function() -> bool:
+        calls.append(1)
+        with pytest.raises(ValueError, match="requires idle"):
+            capi.ggml_backend_graph_compute(cpu, inner)
+        return False
+
+    capi.ggml_backend_cpu_set_abort_callback(cpu, function)
+    graph, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    capi.ggml_backend_graph_compute(cpu, graph)
+    assert calls
+
+
+def test_within_an_eval_callback_the_backend_computes_and_the_scheduler_does_not(
+    arena: Arena, cpu: Any
+) -> None:
+    inner, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    sched = scheduler(arena)
+    calls = []
+
+    def callback(node: Any, ask: bool) -> bool:
+        calls.append(ask)
+        capi.ggml_backend_graph_compute(cpu, inner)
+        for use in (
+            lambda: capi.ggml_backend_sched_reset(sched),
+            lambda: capi.ggml_backend_sched_reserve(sched, graph),
+            lambda: capi.ggml_backend_sched_alloc_graph(sched, graph),
+            lambda: capi.ggml_backend_sched_graph_compute(sched, graph),
+        ):
+            with pytest.raises(ValueError, match="the scheduler is computing"):
+                use()
+        return True
+
+    graph = custom_unallocated(arena, lambda dst, src, ith, nth: None)
+    capi.ggml_backend_sched_set_eval_callback(sched, callback)
+    capi.ggml_backend_sched_graph_compute(sched, graph)
+    assert calls == [True, False]
+    capi.ggml_backend_sched_reset(sched)
+
+
+def test_a_function_that_leads_to_itself_is_a_recursion_error(arena: Arena, cpu: Any) -> None:
+    other = capi.ggml_backend_cpu_init()
+    arena.callback(capi.ggml_backend_free, other)
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_scale(ctx, arena.weight(4), 2.0))
+    depth = []
+
+    def callback(index: int, t1: Any, t2: Any) -> bool:
+        depth.append(index)
+        capi.ggml_backend_compare_graph_backend(cpu, other, graph, callback)
+        return True
+
+    with pytest.raises(RecursionError):
+        callback(0, None, None)
+    assert len(depth) > 50
+    assert _callbacks._errors == {}

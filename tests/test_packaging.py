@@ -32,10 +32,12 @@ NOT_COPIED = (".*", "build", "dist", "*.egg-info", "_gen", "_libs", "__pycache__
 # What is asked of an installed package, in a process that knows nothing of the build.
 REPORT = """
 import json
+from pathlib import Path
 import ggml_cffi
 from ggml_cffi import capi
 from ggml_cffi._loader import ffi, lib
-maps = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if line.count("/") > 1}
+lines = Path("/proc/self/maps").read_text().splitlines()
+maps = {line.split(None, 5)[5].strip() for line in lines if line.count("/") > 1}
 cpu = capi.ggml_backend_cpu_init()
 print(json.dumps({
     "package": ggml_cffi.__file__,

@@ -388,7 +388,12 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
         lines += ["if _error():", f"    {fail}"]
         value = None if kind == "void" else "_r"
     if _releases(binding, bound):
-        lines += ["if _n:", f"    _release({bound.visible[0].name}, _n)"]
+        # freed or lost, nothing calls the callbacks any more; but the error must be read first
+        release = ["if _n:", f"    _release({bound.visible[0].name}, _n)"]
+        lines[-1:] = [
+            lines[-1].replace("raise ", "_e = "), *(f"    {line}" for line in release),
+            "    raise _e", *release,
+        ]  # fmt: skip
     outs = [_out_value(binding, arg) for arg in bound.outs]
     values = ([value] if value else []) + outs
     if values:
@@ -409,7 +414,8 @@ def _out_value(binding: Binding, arg: Arg) -> str:
 
 def _releases(binding: Binding, bound: Bound) -> bool:
     """Whether the callbacks of its first argument are gone after the function."""
-    return (bound.guard == "nothrow" or bound.releases) and bool(bound.visible)
+    frees = bound.guard == "nothrow" or bound.releases
+    return frees and bool(bound.visible) and "pointer" in bound.visible[0].kind
 
 
 # ---- docstrings

@@ -95,9 +95,12 @@ def _handles(binding: Binding) -> str:
     names = sorted({b.frees for b in binding.bound if b.frees})
     numbered = ", ".join([*names, "n_handles", "none"])
     listed = ", ".join(f'"{name}"' for name in [*names, "none"])
+    freeing = [f"(const void *) &::{b.name}" for b in binding.bound if b.guard == "nothrow"]
+    freeing.append("nullptr")  # no array is empty
     return (
         f"namespace ggml_cffi {{\nenum class handle : int {{ {numbered} }};\n"
-        f"inline const char * const handle_names[] = {{ {listed} }};\n}}"
+        f"inline const char * const handle_names[] = {{ {listed} }};\n"
+        f"static const void * const destructors[] = {{ {', '.join(freeing)} }};\n}}"
     )
 
 
@@ -111,7 +114,8 @@ def _nonnull(bound: Bound) -> int:
 
 
 def _needs_own_traits(bound: Bound) -> bool:
-    return bool(bound.require or bound.threads or bound.before or bound.after or bound.give_back)
+    said = (bound.require, bound.threads, bound.before, bound.after, bound.give_back)
+    return any(said) or bound.frees_inside
 
 
 def _own_traits(binding: Binding, bound: Bound) -> str:
@@ -132,6 +136,8 @@ def _own_traits(binding: Binding, bound: Bound) -> str:
             told = f"if (check::why.empty()) {{ {told} }} " if told else ""
             lines.append(f'        if (!({text})) {{ {told}return "{literal}"; }}')
         lines.append("        return nullptr;\n    }")
+    if bound.frees_inside:
+        lines.append("    static constexpr bool frees_inside = true;")
     if bound.threads:
         lines.append(f"    static int threads({params}) {{ {unused} return {bound.threads}; }}")
     if bound.before:

@@ -65,6 +65,20 @@ class Registration:
         self.function = None
 
 
+class Answers(Registration):
+    """What a split function has answered about the tensors of a buffer: it goes with the buffer."""
+
+    def __init__(self, function: SplitFunction, buffer: int) -> None:
+        super().__init__(function)
+        self.buffer = buffer
+
+    def drop(self) -> None:
+        function = self.function
+        super().drop()
+        if function is not None:
+            function.forget(self.buffer)
+
+
 class Attached:
     """The callbacks of one call: kept as long as their annotations say, dropped if it fails."""
 
@@ -326,6 +340,8 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
             buffer=_address(tensor.buffer),
             failing=lib.ggml_cffi_failing(),
         )
+        if tensor.buffer and function.first_of(_address(tensor.buffer)):
+            _own(tensor.buffer, Answers(function, _address(tensor.buffer)))
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED
@@ -413,10 +429,9 @@ _define()
 _meta: dict[int, SplitFunction] = {}
 
 
-def new_split_callback(function: SplitFunction) -> tuple[Any, Any]:
-    """The C function and the userdata through which ggml asks `function`; never reused."""
-    registration = Registration(function)
-    return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), registration.userdata
+def new_split_callback(function: SplitFunction) -> tuple[Any, Registration]:
+    """The C function through which ggml asks `function`, given the registration's userdata."""
+    return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), Registration(function)
 
 
 def remember_meta_device(device: Any, function: SplitFunction) -> None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from . import capi
+from . import _callbacks, capi
 from ._handles import Owned, address, raw
 from .capi import types
 from .enums import ggml_backend_buffer_usage
@@ -157,4 +157,7 @@ def _take(pointer: types.ggml_backend_buffer) -> set[int]:
 def _free(addresses: set[int], handle: types.ggml_backend_buffer) -> None:
     with _lock:  # before the memory is free: another buffer may get the same address at once
         _taken.difference_update(addresses)
+    newest = _callbacks.newest()
     capi.ggml_backend_buffer_free(handle)
+    for child in addresses - {address(handle)}:
+        _callbacks.release(child, newest)

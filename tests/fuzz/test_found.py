@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 from _compute import Arena
 
-from ggml_cffi import capi
+from ggml_cffi import capi, device
+from ggml_cffi.meta import MetaDevice, SplitState
 
 F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
 
@@ -73,3 +75,89 @@ def test_a_result_that_takes_the_place_of_its_first_operand_is_right(arena):
     result = capi.ggml_add_id(ctx, first, leaf(arena, b), leaf(arena, ids))
     np.testing.assert_array_equal(compute(arena, ctx, result), b[ids] - a)
     assert result.data == first.data
+
+
+# ---- what a meta device computes wrongly, without a word, and META does not list
+
+
+def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
+    """Compute on a device and read the result."""
+    ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+    ctx_graph = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+    backend = target.init_backend(1)
+    with contextlib.ExitStack() as closing:
+        closing.callback(capi.ggml_free, ctx)
+        closing.callback(capi.ggml_free, ctx_graph)
+        closing.callback(backend.close)
+        tensors = []
+        for i, array in enumerate(leaves):
+            kind = I32 if array.dtype.kind == "i" else F32
+            tensors.append(capi.ggml_new_tensor(ctx, kind, list(array.shape[::-1])))
+            capi.ggml_set_name(tensors[-1], str(i))
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, backend.handle)
+        closing.callback(capi.ggml_backend_buffer_free, buffer)
+        capi.ggml_backend_buffer_set_usage(buffer, capi.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        for tensor, array in zip(tensors, leaves, strict=True):
+            capi.ggml_backend_tensor_set(tensor, array, 0)
+        result = build(ctx_graph, *tensors)
+        graph = capi.ggml_new_graph(ctx_graph)
+        capi.ggml_build_forward_expand(graph, result)
+        buft = capi.ggml_backend_get_default_buffer_type(backend.handle)
+        galloc = capi.ggml_gallocr_new(buft)
+        closing.callback(capi.ggml_gallocr_free, galloc)
+        capi.ggml_gallocr_alloc_graph(galloc, graph)
+        capi.ggml_backend_graph_compute(backend.handle, graph)
+        found = np.empty(list(result.ne)[::-1], np.float32)
+        capi.ggml_backend_tensor_get(result, found, 0)
+        return found
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+
+
+MIRRORED = SplitState.mirrored()
+POSITIONS = np.arange(0, 56, 7, np.int32)
+
+#: The leaves, how they are cut, what is computed; and a cut with which it is right.
+WRONG = {
+    "rope along the positions": (
+        [numbers(8, 4, 8), POSITIONS],
+        [SplitState.split(2, [4, 4]), MIRRORED],
+        lambda ctx, a, positions: capi.ggml_rope(ctx, a, positions, 8, 0),
+        [SplitState.split(1, [2, 2]), MIRRORED],
+    ),
+    "concat of what is mirrored and what is cut": (
+        [numbers(1, 4, 3), numbers(8, 4, 3)],
+        [MIRRORED, SplitState.split(1, [2, 2])],
+        lambda ctx, a, b: capi.ggml_concat(ctx, a, b, 2),
+        [SplitState.split(1, [2, 2]), SplitState.split(1, [2, 2])],
+    ),
+    "group_norm of a group that is cut": (
+        [numbers(4, 6, 8)],
+        [SplitState.split(1, [3, 3])],
+        lambda ctx, a: capi.ggml_group_norm(ctx, a, 2, 1e-5),
+        [MIRRORED],
+    ),
+    "reshape across the cut": (
+        [numbers(3, 8, 16)],
+        [SplitState.split(0, [8, 8])],
+        lambda ctx, a: capi.ggml_neg(ctx, capi.ggml_reshape_3d(ctx, a, 12, 2, 16)),
+        [MIRRORED],
+    ),
+}
+
+
+@pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
+@pytest.mark.parametrize("what", WRONG)
+def test_a_graph_that_a_meta_device_gets_wrong(what):
+    """Until the planner refuses it. If this fails, ggml has been mended: take it from `splits`."""
+    leaves, states, build, mended = WRONG[what]
+
+    def spread(cuts: list[SplitState]) -> np.ndarray:
+        with MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta:
+            return on(meta, leaves, build)
+
+    wanted = on(device("CPU"), leaves, build)
+    assert np.abs(spread(states) - wanted).max() > 1e-2
+    np.testing.assert_allclose(spread(mended), wanted, rtol=0, atol=1e-5)

@@ -17,6 +17,7 @@ from .devices import (
 )
 from .files import gguf_get_meta_data, gguf_set_arr_data
 from .numbers import ggml_quantize_chunk, ggml_rope_yarn_corr_dims
+from .plans import ggml_graph_compute
 from .process import ggml_log_get, ggml_log_set, ggml_set_abort_callback
 from .training import (
     ggml_build_backward_expand,
@@ -44,6 +45,7 @@ __all__ = [
     "ggml_build_backward_expand",
     "ggml_gallocr_reserve_n",
     "ggml_gallocr_reserve_n_size",
+    "ggml_graph_compute",
     "ggml_log_get",
     "ggml_log_set",
     "ggml_opt_dataset_get_batch_host",

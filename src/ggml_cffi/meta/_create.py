@@ -34,11 +34,12 @@ def create(
     fields = ffi.typeof("struct ggml_backend_meta_split_state").fields
     repeats = any(name == "nr" for name, _ in fields)
     function = SplitFunction(split_fn, len(pointers), on_error, repeats=repeats)
-    callback, userdata = _callbacks.new_split_callback(function)
+    callback, registration = _callbacks.new_split_callback(function)
     array = ffi.new("struct ggml_backend_device *[]", pointers)
     with _lock:
-        device = lib.ggml_backend_meta_device(array, len(pointers), callback, userdata)
+        device = lib.ggml_backend_meta_device(array, len(pointers), callback, registration.userdata)
         if not device:
+            registration.drop()
             raise _runtime.failed(_NAME, (devices, split_fn))
         lib.ggml_backend_dev_buffer_type(device)  # enters it into its map while we have the lock
         _callbacks.remember_meta_device(device, function)

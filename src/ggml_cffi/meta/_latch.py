@@ -120,6 +120,7 @@ class SplitFunction:
         self._function: SplitCallable | None = function
         self._lock = threading.RLock()  # never held while the function runs
         self._frozen: dict[int, _Frozen] = {}
+        self._buffers: set[int] = set()
 
     @property
     def error(self) -> Exception | None:
@@ -180,6 +181,19 @@ class SplitFunction:
             self._forget(address, buffer, allocated)
             raise_later(error)
             return _MIRRORED
+
+    def first_of(self, buffer: int) -> bool:
+        """Whether this is the first question about a tensor of a buffer: `forget` ends it."""
+        with self._lock:
+            first = buffer not in self._buffers
+            self._buffers.add(buffer)
+        return first
+
+    def forget(self, buffer: int) -> None:
+        """Unfreeze the answers about the tensors of a buffer, which is gone."""
+        with self._lock:
+            self._buffers.discard(buffer)
+            self._frozen = {k: entry for k, entry in self._frozen.items() if entry.buffer != buffer}
 
     def _ask(self, info: TensorInfo, address: int) -> SplitState:
         function = self._function
