@@ -175,6 +175,7 @@ def resolve(
             table, lost = _fit(function, table, (known or {}).get(name, ""))
             notes.extend(lost)
         reason = _reason_to_skip(api, function, table, where)
+        reason = reason or _unknown_callback(api, function, annotations)
         if reason:
             skipped[name] = reason
             continue
@@ -227,6 +228,15 @@ def _reason_to_skip(
     if function.name not in where:
         return f"declared in {function.where.header} but exported by no linkable library"
     return str(table.get("skip", ""))
+
+
+def _unknown_callback(api: ir.Api, function: ir.Function, annotations: Annotations) -> str:
+    """Why a function is left out whose callback would not be guarded."""
+    for param in function.params:
+        name = param.type.name if isinstance(param.type, ir.Named) else ""
+        if name and api.function_pointer(param.type) and name not in annotations.callbacks:
+            return f"the type of its callback, {name}, is not annotated"
+    return ""
 
 
 def _bind(

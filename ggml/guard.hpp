@@ -204,8 +204,8 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     // Not what an abort has left half freed: that is lost.
     static bool is_whole(region & here, A... a) {
         if constexpr (Traits::frees != handle::none || Traits::frees_inside) {
-            const auto & object = std::get<Traits::freed_argument>(std::tuple<A...>(a...));
-            if constexpr (std::is_pointer_v<std::decay_t<decltype(object)>>) {
+            const auto object = std::get<Traits::freed_argument>(std::tuple<A...>(a...));
+            if constexpr (std::is_pointer_v<decltype(object)>) {
                 if (is_broken(object)) {
                     state.kind = aborted;
                     details().message = "it is lost: an earlier abort has left it half freed";

@@ -1,8 +1,8 @@
 """A backend with streams and events, made of Python functions, on top of the CPU backend.
 
 It is what a GPU's backend is to ggml: work is queued and done when somebody waits for it. ggml's
-structs of functions are private to it, so `layout_is_known` looks whether those of the CPU are as
-written here; if not, the tests that need this are skipped.
+structs of functions are private to it, so `require_layout` looks whether those of the CPU are as
+written here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from _native import address, compile_library
-from _release import has
+from _release import PINNED, has, not_here
 
 from ggml_cffi import _loader, capi, ffi
 from ggml_cffi._gen import build_info
@@ -102,6 +102,7 @@ _TYPES = {
     "device.get_props": f"void({_DEV}, struct ggml_backend_dev_props *)",
     "device.init_backend": f"void *({_DEV}, const char *)",
     "device.get_buffer_type": f"void *({_DEV})",
+    "device.supports_buft": f"bool({_DEV}, {_BUFT})",
     "device.offload_op": f"bool({_DEV}, {_TENSOR})",
     "device.event_new": f"void *({_DEV})",
     "device.event_free": f"void({_DEV}, {_EVENT})",
@@ -160,7 +161,14 @@ def _address(pointer: Any) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
-def layout_is_known() -> bool:
+def require_layout() -> None:
+    """Leave the test where the structs are others; those of the pin are known."""
+    if not _layout_is_known():
+        assert not PINNED
+        not_here("the layout of ggml's private structs, as in _fake_backend.py")
+
+
+def _layout_is_known() -> bool:
     """Whether the CPU's structs have their pointers, and their gaps, where they are here."""
     cpu = capi.ggml_backend_cpu_init()
     try:
@@ -316,6 +324,7 @@ class FakeDevice:
         }
         if buffers is not None:
             functions["get_buffer_type"] = lambda dev: buffers
+            functions["supports_buft"] = lambda dev, buft: buft == buffers
         self.pointer = ffi.cast(_DEV, _struct("device", DEVICE, cpu, functions))
         _keep.append(self)
 

@@ -28,8 +28,8 @@ def has(need: str) -> bool:
     """Whether this build's ggml has it.
 
     `need` is a function or a constant by its C name; a parameter, ``ggml_ssm_scan(K)``; a field,
-    ``struct ggml_backend_meta_split_state.nr``; or, for what no declaration tells, the release that
-    brought it and what that is, ``0.15: such a thing computes right``.
+    ``struct ggml_backend_meta_split_state.nr``; a library that is linked, ``libggml-cpu``; or, for
+    what no declaration tells, the release that brought it and what that is, ``0.15: no bug``.
     """
     if found := re.fullmatch(r"([\d.]+): .+", need):
         return numbers(build_info.GGML_VERSION) >= numbers(found[1])
@@ -41,6 +41,8 @@ def has(need: str) -> bool:
         except ffi.error:
             return False
         return found[2] in dict(struct.fields or ())
+    if need.startswith("lib"):
+        return need[3:] in build_info.LIBRARIES
     assert re.fullmatch(r"\w+", need), need
     return need in capi.__coverage__.bound or (need.startswith("GGML_") and hasattr(capi, need))
 

@@ -24,9 +24,9 @@ from _fake_backend import (
     FakeDevice,
     buffer_type,
     event_of,
-    layout_is_known,
     on_free,
     patched,
+    require_layout,
 )
 from _release import needs, needs_meta
 
@@ -142,9 +142,9 @@ def make(cpu, arena):
 
 
 @pytest.fixture(scope="module")
-def fake(need):
+def fake():
     """A GPU that is none, with streams and events."""
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
     return FakeDevice()
 
 
@@ -956,6 +956,7 @@ def test_registering_a_device():
     ]
 
 
+@needs("libggml-cpu")
 @covers("unload")
 def test_unloading_the_backend_that_is_built_in():
     """It is only struck off the list: what uses it goes on."""
@@ -1015,7 +1016,7 @@ def module(need, tmp_path_factory):
     """Compile a loadable backend: `module(api=..., score=...)` gives its path."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     need(compiler, "C compiler")
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
 
     def compile(
         folder: Path | None = None, name: str = "tests", api: int = 2, score: int = 1

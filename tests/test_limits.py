@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from _release import PINNED
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = {-signal.SIGSEGV, -signal.SIGABRT}
@@ -43,7 +44,10 @@ def test_a_graph_too_large_for_a_scheduler() -> None:
         print("after")
     """
     ended = child(body.format(first=""))
-    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    if PINNED or ended.returncode != 1:
+        assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    else:  # a newer release that looks at its failed allocation
+        assert "GGMLError: ggml_backend_sched_alloc_graph: " in ended.stderr
     refused = child(
         body.format(first="capi.ggml_backend_sched_reserve(scheduler, graph_of(1 << 44))")
     )

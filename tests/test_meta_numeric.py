@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from _compute import Arena
-from _release import needs, needs_meta
+from _release import PINNED, needs, needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi.device import device
@@ -581,7 +581,8 @@ def test_garbage_in_the_compute_buffer_and_an_empty_share(n_devs, rng):
         return mended(ctx, down, capi.ggml_mul_mat(ctx, up, x))
 
     with spread(n_devs, states) as meta:
-        assert np.isnan(run(meta, weights, inputs, build, fill=255)).any()
+        if PINNED:  # what other releases compute here they may do right
+            assert np.isnan(run(meta, weights, inputs, build, fill=255)).any()
         close(run(meta, weights, inputs, build, fill=0), y)
 
 
@@ -881,7 +882,8 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
             *_, result, graph = made[i]
             close(compute(meta, graph, result), slices.expected[i])
         *tensors, graph = made[0]
-        differs(compute(meta, graph, tensors[-1]), slices.expected[0])
+        if PINNED:  # another release may as well abort
+            differs(compute(meta, graph, tensors[-1]), slices.expected[0])
         for tensor in tensors:
             capi.ggml_backend_buffer_init_tensor(tensor.buffer, tensor)
         close(compute(meta, graph, tensors[-1]), slices.expected[0])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena
+from _fake_backend import FakeDevice, buffer_type, require_layout
 from _release import has, require
 
 from ggml_cffi import capi, ffi
@@ -983,6 +984,51 @@ def test_indices_through_a_scheduler(case: Indexed, threads: int) -> None:
         capi.ggml_backend_sched_graph_compute(sched, graph)
         capi.ggml_backend_sched_synchronize(sched)
     capi.ggml_backend_free(backend)
+
+
+@THREADS
+@pytest.mark.parametrize("viewed", [False, True], ids=["plain", "view"])
+def test_indices_that_a_scheduler_copies(threads: int, viewed: bool) -> None:
+    """They lie on another device: what counts is what is there, not the copy of the time before."""
+    require_layout()
+    far = buffer_type(is_host=False)
+    other = capi.ggml_backend_dev_init(FakeDevice("Far0", buffers=far).pointer)
+    backend = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(backend, threads)
+    with Arena(backend) as arena:
+        table = arena.weight(8, 4)
+        numbers = np.arange(32, dtype=np.float32).reshape(4, 8)
+        capi.ggml_backend_tensor_set(table, numbers, 0)
+        ctx, ctx_ids = arena.context(), arena.context()
+        ids = arena.tensor(4, type=I32, ctx=ctx_ids, name="ids")
+        buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(ctx_ids, far)
+        arena.callback(capi.ggml_backend_buffer_free, buffer)
+        used = capi.ggml_view_1d(ctx, ids, 2, 4) if viewed else ids
+        result = capi.ggml_get_rows(ctx, table, used)
+        graph = arena.graph(ctx, result, allocate=False)
+        sched = scheduler(arena, other, backend)
+        capi.ggml_backend_sched_alloc_graph(sched, graph)
+        assert "#" in capi.ggml_get_name(result.src[1])
+        for wrong in (4, -1):
+            capi.ggml_backend_tensor_set(ids, np.array([0, wrong, 0, 0], np.int32), 0)
+            with refused(result, rf"index {wrong} in 'ids.*', of GET_ROWS"):
+                capi.ggml_backend_sched_graph_compute(sched, graph)
+            right = [3, 1, 2, 0]
+            capi.ggml_backend_tensor_set(ids, np.array(right, np.int32), 0)
+            capi.ggml_backend_sched_graph_compute(sched, graph)
+            found = np.empty((2 if viewed else 4, 8), np.float32)
+            capi.ggml_backend_tensor_get(result, found, 0)
+            np.testing.assert_array_equal(found, numbers[right[1:3] if viewed else right])
+    capi.ggml_backend_free(other)
+    capi.ggml_backend_free(backend)
+
+
+def test_indices_named_as_a_scheduler_names_its_copies(bench: Bench) -> None:
+    for name in ("ids#1", "CPU#ids#0"):
+        ids = bench(2, type=I32, data=[0, 4])
+        capi.ggml_set_name(ids, name)
+        with pytest.raises(IndexError, match=f"index 4 in '{name}'"):
+            bench.run(capi.ggml_get_rows(bench.ctx, bench(8, 4), ids))
 
 
 def test_indices_on_a_meta_device(meta: Any) -> None:

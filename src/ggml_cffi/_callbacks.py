@@ -330,18 +330,28 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
     if registration is None:
         return
     function: Any = registration.function
+    raised = False
+
+    def later(error: BaseException) -> None:
+        nonlocal raised
+        raised = True
+        raise_later(error)
+
     try:
+        buffer, failing = _address(tensor.buffer), lib.ggml_cffi_failing()
         info = tensor_info(tensor)
         state = function.answer(
             info,
             _address(tensor),
             bool(tensor.data),
-            raise_later=raise_later,
-            buffer=_address(tensor.buffer),
-            failing=lib.ggml_cffi_failing(),
+            raise_later=later,
+            buffer=buffer,
+            failing=failing,
         )
-        if tensor.buffer and function.first_of(_address(tensor.buffer)):
-            _own(tensor.buffer, Answers(function, _address(tensor.buffer)))
+        if raised and not tensor.data:  # the buffer that is being made is thrown away
+            release(tensor.buffer, newest())
+        elif buffer and not failing and function.first_of(buffer):
+            _own(tensor.buffer, Answers(function, buffer))
         fill(state, out, function.n_devs)
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED

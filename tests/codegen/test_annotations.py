@@ -157,3 +157,13 @@ def test_lenient(tmp_path):
     assert "toy_make" in binding.skipped
     assert len(binding.notes) == 2
     assert any(note.startswith("toy.toml:6: ") for note in binding.notes)
+
+
+def test_a_callback_of_which_nothing_is_said(tmp_path):
+    """On another release than the pin nothing would guard it: the function is left out."""
+    header = "typedef void (*toy_step_t)(int step);\nvoid toy_walk(toy_step_t step);\n"
+    folder = write(tmp_path, {"toy.h": header})
+    with pytest.raises(AnnotationError, match="the function-pointer type toy_step_t is not"):
+        bind(folder)
+    binding = bind(folder, strict=False)
+    assert binding.skipped == {"toy_walk": "the type of its callback, toy_step_t, is not annotated"}

@@ -47,7 +47,7 @@ class Runner:
             )
 
     def _alive(self) -> subprocess.Popen[str]:
-        if self._child is None or self._child.poll() is not None:
+        if self._child is None:
             self._stderr.seek(0)
             self._stderr.truncate()
             self._child = subprocess.Popen(
@@ -71,12 +71,25 @@ class Runner:
     def _ended(self, child: subprocess.Popen[str]) -> str:
         self._child = None
         try:
-            child.wait(5)
+            child.wait(1)
+            how = f"has ended with {child.returncode}"
+        except subprocess.TimeoutExpired:
+            how = f"has not answered for {TIMEOUT} s"
+        self._close(child)
+        return how
+
+    @staticmethod
+    def _close(child: subprocess.Popen[str]) -> None:
+        """Close a child's pipes, and wait for its end."""
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        try:
+            child.wait(1)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            return f"has not answered for {TIMEOUT} s"
-        return f"has ended with {child.returncode}"
+        child.stdout.close()
 
     def _said(self) -> str:
         self._stderr.seek(0)
@@ -84,14 +97,7 @@ class Runner:
 
     def close(self) -> None:
         if self._child is not None:
-            assert self._child.stdin is not None and self._child.stdout is not None
-            self._child.stdin.close()
-            try:
-                self._child.wait(10)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-            self._child.stdout.close()
+            self._close(self._child)
         self._stderr.close()
 
     def report(self, title: str) -> str:

@@ -54,7 +54,8 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Runner]]:
 
 EXTENTS = (1, 2, 3, 4, 8, 32, 5, 16, 33, 64)
 seeds = st.integers(0, 2**20)
-threads = st.sampled_from((2, 2, 2, 4))
+# The threads of a busy machine wait for one another.
+threads = st.sampled_from((1, 1, 1, 2, 1, 4, 1))
 
 
 def nodes(names: list[str]) -> st.SearchStrategy[Any]:

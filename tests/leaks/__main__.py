@@ -1,0 +1,43 @@
+"""Go through all cycles, or those whose names have one of the arguments in them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from . import callbacks, costs, handles, objects
+from .harness import BATCHES, Left, N, measure
+
+
+def all_cycles() -> Iterator[tuple[str, Callable[[], object], int, int]]:
+    """Names, cycles, how many, in at most how many batches."""
+    for name, cycle in (*handles.cases(), *callbacks.cases(), *objects.OBJECTS.items()):
+        yield name, cycle, N, BATCHES
+    for name, cost in costs.ABORTS.items():
+        yield f"abort: {name}", cost.cycle, N, 2
+    for name, cycle in costs.META_DEVICES.items():
+        yield name, cycle, N, 2
+    for name, purpose in costs.ON_PURPOSE.items():
+        yield f"on purpose: {name}", purpose.cycle, purpose.n, 1
+
+
+def main(chosen: list[str]) -> None:
+    gc.collect()
+    gc.freeze()  # collections look at what is new only
+    for name, cycle, n, batches in all_cycles():
+        if chosen and not any(part in name for part in chosen):
+            continue
+        try:
+            cycle()
+            left = measure(name, cycle, n, batches)
+        except Exception:
+            left = Left(name, error=traceback.format_exc())
+        print(json.dumps(asdict(left)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
