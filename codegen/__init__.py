@@ -22,7 +22,15 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 GGML = ROOT / "ggml"
 #: The C++ around every call, in this order.
-CPP = ("handles.hpp", "checks.hpp", "memory.hpp", "state.hpp", "callbacks.hpp", "guard.hpp")
+CPP = (
+    "process.hpp",
+    "handles.hpp",
+    "checks.hpp",
+    "memory.hpp",
+    "state.hpp",
+    "callbacks.hpp",
+    "guard.hpp",
+)
 
 
 @dataclass(frozen=True)

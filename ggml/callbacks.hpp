@@ -3,19 +3,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <new>
 #include <vector>
 
 namespace ggml_cffi {
 
-inline std::atomic<bool> closing{false};              // the interpreter is going: no Python any more
-
 // ---- exceptions on their way out
 
 // What was raised on threads of ggml's own. The thread that computes calls each callback of its graph
 // as well, and so knows which of these belong to its computation.
-inline std::mutex foreign_lock;
+inline fork_safe_mutex foreign_lock;
 inline std::vector<failure> foreign_failures;
 inline std::vector<uint64_t> dropped;                 // numbers that nobody asked for
 inline std::atomic<bool> foreign_raised{false};       // there are some
@@ -63,7 +60,7 @@ inline void note_called(const void * userdata) {
 // Whether a trampoline is not to call Python: it is gone, or something was raised in this call, after
 // which nothing that follows is of use.
 inline bool not_now(const void * userdata, bool even_after_failure = false) {
-    if (closing) {
+    if (!has_python()) {
         return true;
     }
     note_called(userdata);
@@ -79,7 +76,7 @@ inline bool raise(uint64_t number) {
     try {
         const failure what{ number, entry->serial_before, entry->userdata };
         if (entry->foreign()) {
-            std::lock_guard<std::mutex> hold(foreign_lock);
+            std::lock_guard<fork_safe_mutex> hold(foreign_lock);
             foreign_failures.push_back(what);
             foreign_raised = true;
         } else {
@@ -106,14 +103,14 @@ template <class Mine> void take_failures(std::vector<failure> & all, Mine mine) 
 inline bool collect_failures(bool computes) try {
     thread_details & d = details();
     if (!d.failures.empty()) {
-        std::lock_guard<std::mutex> hold(foreign_lock);
+        std::lock_guard<fork_safe_mutex> hold(foreign_lock);
         dropped.insert(dropped.end(), d.failures.begin(), d.failures.end());
         d.failures.clear();
     }
     d.failed_call = state.serial;
     take_failures(d.raised, [&](const failure & f) { return f.call == d.failed_call; });
     if (computes && foreign_raised) {
-        std::lock_guard<std::mutex> hold(foreign_lock);
+        std::lock_guard<fork_safe_mutex> hold(foreign_lock);
         take_failures(foreign_failures, [&](const failure & f) {
             return std::find(d.entered.begin(), d.entered.end(), f.userdata) != d.entered.end();
         });
@@ -135,7 +132,7 @@ inline uint64_t next_failure() {
 }
 
 inline uint64_t next_dropped() {
-    std::lock_guard<std::mutex> hold(foreign_lock);
+    std::lock_guard<fork_safe_mutex> hold(foreign_lock);
     if (dropped.empty()) {
         return 0;
     }
@@ -146,7 +143,7 @@ inline uint64_t next_dropped() {
 
 // ---- computations
 
-inline std::mutex computing_lock;
+inline fork_safe_mutex computing_lock;
 inline int n_computing = 0;                           // on all threads
 inline std::vector<ggml_backend_sched_t> without_eval_callback;
 
@@ -160,14 +157,14 @@ struct computation {
     computation() {
         outer.swap(details().entered);
         details().computing = this;
-        std::lock_guard<std::mutex> hold(computing_lock);
+        std::lock_guard<fork_safe_mutex> hold(computing_lock);
         ++n_computing;
     }
     computation(const computation &) = delete;
     ~computation() {
         details().entered.swap(outer);
         details().computing = before;
-        std::lock_guard<std::mutex> hold(computing_lock);
+        std::lock_guard<fork_safe_mutex> hold(computing_lock);
         for (const void * used : uses) {
             at_work.erase(std::find(at_work.begin(), at_work.end(), used));
         }
@@ -179,6 +176,10 @@ struct computation {
         }
     }
 };
+inline bool computes_somewhere() {
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    return n_computing > 0;
+}
 struct no_computation {
     ~no_computation() {} // so that it is not an unused variable
 };
@@ -205,7 +206,7 @@ inline bool idle(ggml_backend_t backend) {
             return false;
         }
     }
-    std::lock_guard<std::mutex> hold(computing_lock);
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
     if (in_kernel && works(backend)) {
         check::why = "the backend is computing what this is called by";
         return false;
@@ -216,7 +217,7 @@ inline bool idle(ggml_backend_t backend) {
 
 // What a scheduler is computing must not be planned anew meanwhile.
 inline bool not_computing(ggml_backend_sched_t scheduler) {
-    std::lock_guard<std::mutex> hold(computing_lock);
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
     if (works(scheduler)) {
         check::why = "the scheduler is computing what this is called by";
         return false;
@@ -237,7 +238,7 @@ inline bool idle(ggml_backend_sched_t scheduler) {
     if (!not_computing(scheduler) || !backends_idle(scheduler)) {
         return false;
     }
-    std::lock_guard<std::mutex> hold(computing_lock);
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
     begin_work(scheduler);
     return true;
 }
@@ -255,7 +256,7 @@ inline bool backends_idle(ggml_opt_context_t context) {
 // A scheduler got an eval callback, or that of nobody. ggml calls it for each node without looking
 // whether it is still there, so NULL has to wait until nothing computes.
 inline void note_eval_callback(ggml_backend_sched_t scheduler, bool nobody) {
-    std::lock_guard<std::mutex> hold(computing_lock);
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
     auto & waiting = without_eval_callback;
     waiting.erase(std::remove(waiting.begin(), waiting.end(), scheduler), waiting.end());
     if (!nobody) {

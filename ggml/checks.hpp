@@ -1002,10 +1002,13 @@ inline bool on_cpu(ggml_backend_t backend) {
 
 // The graph allocator may put the result of these operations over their second operand, as it does
 // with operations that are done element by element; but they read that once they have written.
+inline bool may_write_over(const ggml_tensor * node) {
+    return (node->op == GGML_OP_ADD_ID || node->op == GGML_OP_SOFT_MAX_BACK) && node->src[1];
+}
+
 inline bool spares_operands(const ggml_tensor * node) {
     const ggml_tensor * second = node->src[1];
-    if ((node->op != GGML_OP_ADD_ID && node->op != GGML_OP_SOFT_MAX_BACK) || !second || !second->data || !node->data ||
-        buffer_of(node) != buffer_of(second)) {
+    if (!may_write_over(node) || !second->data || !node->data || buffer_of(node) != buffer_of(second)) {
         return true;
     }
     const char * start = (const char *) node->data;

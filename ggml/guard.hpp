@@ -97,7 +97,7 @@ inline void on_abort(const char * message) {
     while (ending.test_and_set()) {
         pause();
     }
-    if (user_abort && !closing) {
+    if (user_abort && has_python()) {
         tell_python(message);
     } else {
         std::fprintf(stderr, "%s\n", message);
@@ -368,7 +368,6 @@ static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts;
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
-static void ggml_cffi_close(void) { ggml_cffi::closing = true; }
 
 static void ggml_cffi_set_user_abort(bool wanted) { ggml_cffi::user_abort = wanted; }
 
@@ -396,7 +395,7 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
         }
         ggml_cffi::details().log += text;
     }
-    if (!ggml_cffi::closing) {
+    if (ggml_cffi::has_python()) {
         ggml_cffi::python_entry entry;
         ggml_cffi_py_log((int) level, text);
     }
@@ -406,4 +405,5 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
 static void ggml_cffi_install(void) {
     ggml_set_abort_callback(ggml_cffi::on_abort);
     ggml_log_set(ggml_cffi_log, nullptr);
+    ggml_cffi::prepare_process();
 }

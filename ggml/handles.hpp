@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <type_traits>
 #include <unordered_map>
 
@@ -35,11 +34,11 @@ template <class T> bool is_something(const T & value) {
 // What an abort has left half freed, and whether it counts as leaked already. Some of its destructors
 // have run: nothing may use or free it any more.
 inline std::atomic<size_t> n_broken{0};
-inline std::mutex broken_lock;
+inline fork_safe_mutex broken_lock;
 inline std::unordered_map<const void *, bool> broken_table;
 
 inline void note_broken(const void * object, bool counted) {
-    std::lock_guard<std::mutex> hold(broken_lock);
+    std::lock_guard<fork_safe_mutex> hold(broken_lock);
     broken_table[object] = counted;
     n_broken = broken_table.size();
 }
@@ -48,7 +47,7 @@ inline bool is_broken(const void * object) {
     if (n_broken == 0) {
         return false;
     }
-    std::lock_guard<std::mutex> hold(broken_lock);
+    std::lock_guard<fork_safe_mutex> hold(broken_lock);
     return broken_table.count(object);
 }
 
@@ -58,7 +57,7 @@ template <class T> void made(handle kind, const T & value) {
         counts_of(kind).live.fetch_add(1, std::memory_order_relaxed);
         if constexpr (std::is_pointer_v<T>) {
             if (n_broken) { // what lay there before is gone after all
-                std::lock_guard<std::mutex> hold(broken_lock);
+                std::lock_guard<fork_safe_mutex> hold(broken_lock);
                 broken_table.erase(value);
                 n_broken = broken_table.size();
             }
@@ -78,7 +77,7 @@ template <class T> void freed(handle kind, const T & value, bool completely) {
     }
     if constexpr (std::is_pointer_v<T>) {
         if (!completely) {
-            std::lock_guard<std::mutex> hold(broken_lock);
+            std::lock_guard<fork_safe_mutex> hold(broken_lock);
             bool & counted = broken_table[value];
             n_broken = broken_table.size();
             if (counted) {

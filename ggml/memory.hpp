@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -19,26 +18,26 @@ inline std::atomic<int64_t> remembered{0}; // entries of all tables
 // What is known of objects, by their addresses. An entry goes before its object does: another thread
 // may get the address at once.
 template <class Value> class by_address {
-    std::mutex                              lock;
+    fork_safe_mutex                         lock;
     std::unordered_map<const void *, Value> entries;
     std::atomic<bool>                       used{false}; // where it is empty, a look-up needs no lock
 
   public:
     void note(const void * key, Value value) {
-        std::lock_guard<std::mutex> hold(lock);
+        std::lock_guard<fork_safe_mutex> hold(lock);
         remembered += entries.insert_or_assign(key, value).second;
         used = true;
     }
     void forget(const void * key) {
         if (used) {
-            std::lock_guard<std::mutex> hold(lock);
+            std::lock_guard<fork_safe_mutex> hold(lock);
             remembered -= (int64_t) entries.erase(key);
             used = !entries.empty();
         }
     }
     void forget_all(Value value) {
         if (used) {
-            std::lock_guard<std::mutex> hold(lock);
+            std::lock_guard<fork_safe_mutex> hold(lock);
             for (auto entry = entries.begin(); entry != entries.end();) {
                 const bool gone = entry->second == value;
                 entry = gone ? entries.erase(entry) : std::next(entry);
@@ -51,7 +50,7 @@ template <class Value> class by_address {
         if (!used) {
             return std::nullopt;
         }
-        std::lock_guard<std::mutex> hold(lock);
+        std::lock_guard<fork_safe_mutex> hold(lock);
         auto found = entries.find(key);
         return found == entries.end() ? std::nullopt : std::optional<Value>(found->second);
     }
@@ -237,6 +236,8 @@ inline bool is_copy(ggml_backend_sched_t scheduler, const ggml_tensor * t) {
     return false;
 }
 
+inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forget(scheduler); }
+
 // Said before the call, which may allocate and then abort. Always true.
 inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
@@ -255,12 +256,28 @@ inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     return true;
 }
 
-inline void forget_graph(ggml_backend_sched_t scheduler) { scheduled_table.forget(scheduler); }
-
 // The scheduler is reset, or allocated for this very graph as it is now.
 inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
     return !found || found->holds(graph);
+}
+
+// No operation of the graph writes over an operand that it reads after that. The scheduler's allocator
+// decides it: a graph with such operations that has yet to be allocated is so now, as it would be in
+// the computation. Where that fails, so will the computation, with a status.
+inline bool spares_operands(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    const auto nodes = check::computed_nodes(graph);
+    if (std::none_of(nodes.begin(), nodes.end(), check::may_write_over)) {
+        return true;
+    }
+    if (!scheduled_table.find(scheduler)) {
+        note_graph(scheduler, graph);
+        if (!ggml_backend_sched_alloc_graph(scheduler, graph)) {
+            forget_graph(scheduler);
+            return true;
+        }
+    }
+    return std::all_of(nodes.begin(), nodes.end(), check::spares_operands);
 }
 
 // The CPU may be to compute a node, as far as that has been decided.

@@ -57,6 +57,18 @@ struct failure {
     const void * userdata; // of the function
 };
 
+// What went wrong in a call, put aside while others are made.
+struct kept_error {
+    int                   kind;
+    int                   index;
+    uint64_t              serial;
+    uint64_t              log_serial;
+    uint64_t              failed_call;
+    std::string           message;
+    std::string           log;
+    std::vector<uint64_t> failures;
+};
+
 // And what it needs when something went wrong, or in a computation.
 struct thread_details {
     std::string               message;
@@ -66,6 +78,7 @@ struct thread_details {
     std::vector<failure>      raised;  // in guarded calls that have not ended
     std::vector<uint64_t>     failures; // the numbers of those in the call that ended last,
     uint64_t                  failed_call = 0; // which is this one
+    std::vector<kept_error>   kept;
 };
 inline thread_details & details() {
     static thread_local thread_details mine;
@@ -73,3 +86,29 @@ inline thread_details & details() {
 }
 
 } // namespace ggml_cffi
+
+// The garbage collector may run between a call and the look at its error: what it frees must not take
+// that away. Errors are given back in the opposite order.
+static void ggml_cffi_keep_error(void) {
+    using namespace ggml_cffi;
+    thread_details & d = details();
+    d.kept.push_back({ state.kind, state.index, state.serial, state.log_serial, d.failed_call, {}, {}, {} });
+    d.kept.back().message.swap(d.message);
+    d.kept.back().log.swap(d.log);
+    d.kept.back().failures.swap(d.failures);
+}
+
+static void ggml_cffi_give_back_error(void) {
+    using namespace ggml_cffi;
+    thread_details & d = details();
+    kept_error &     error = d.kept.back();
+    state.kind = error.kind;
+    state.index = error.index;
+    state.serial = error.serial;
+    state.log_serial = error.log_serial;
+    d.failed_call = error.failed_call;
+    d.message.swap(error.message);
+    d.log.swap(error.log);
+    d.failures.swap(error.failures);
+    d.kept.pop_back();
+}

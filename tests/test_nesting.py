@@ -5,10 +5,12 @@ Each of these was once wrong.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,8 @@ import pytest
 from _compute import Arena
 from _release import needs
 
-from ggml_cffi import AbortError, GGUFError, _callbacks, capi, ffi, lib
+from ggml_cffi import AbortError, Backend, GGUFError, _callbacks, capi, device, ffi, lib
+from ggml_cffi._gen import capi as generated
 
 I32 = capi.GGML_TYPE_I32
 
@@ -535,3 +538,38 @@ def test_a_function_that_leads_to_itself_is_a_recursion_error(arena: Arena, cpu:
         callback(0, None, None)
     assert len(depth) > 50
     assert _callbacks._errors == {}
+
+
+# ---- the garbage collector
+
+
+def test_what_the_collector_frees_after_a_call_does_not_take_its_error_away(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may run between a call and the look at its error, from Python 3.12 on at any time."""
+    look = generated._error
+    backends = [Backend(device("CPU"), 1) for _ in range(3)]
+    freed: list[Any] = []
+    for backend in backends:
+        weakref.finalize(backend, freed.append, 1)
+    del backend
+
+    def collect_and_look() -> int:
+        if backends:
+            garbage: list[Any] = [backends.pop()]
+            garbage.append(garbage)
+            del garbage
+            gc.collect()
+        return int(look())
+
+    graph, _, _ = custom(arena, lambda dst, src, ith, nth: 1 // 0)
+    tensor = arena.tensor(4)
+    capi.ggml_backend_cpu_set_n_threads(arena.backend, 1)
+    monkeypatch.setattr(generated, "_error", collect_and_look)
+    with pytest.raises(ValueError, match="data_in_host_memory"):
+        capi.ggml_set_f32(tensor, 1.0)
+    with pytest.raises(AbortError, match="GGML_ASSERT"):
+        capi.ggml_backend_tensor_memset(tensor, 0, 0, 16)
+    with pytest.raises(ZeroDivisionError):
+        capi.ggml_backend_graph_compute(arena.backend, graph)
+    assert freed == [1, 1, 1]

@@ -162,6 +162,7 @@ def test_sdist(sdist: Path) -> None:
         "ggml/annotations/rules.toml",
         "ggml/guard.hpp",
         "ggml/callbacks.hpp",
+        "ggml/process.hpp",
         "ggml/checks.hpp",
         "ggml/memory.hpp",
         "ggml/pin.toml",

@@ -1314,3 +1314,47 @@ def test_an_abort_in_training_with_one_thread_raises() -> None:
         with pytest.raises(AbortError, match=r"ggml_opt_epoch: .*GGML_ASSERT"):
             capi.ggml_opt_epoch(optimizer, training.dataset, None, None, 6)
     capi.ggml_backend_free(backend)
+
+
+# ---- results that the graph allocator would put over an operand that is read after it is written
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["shared", "kept"])
+@pytest.mark.parametrize("steps", [1, 2], ids=["in one step", "allocated first"])
+def test_a_scheduler_does_not_let_results_write_over_operands(
+    cpu: Any, kept: bool, steps: int
+) -> None:
+    """Where the graph is allocated in the computation, that is only known in it."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 3, 8), np.float32)
+    numbers = np.array([2, 0, 1], np.int32)
+    with Arena(cpu) as arena:
+        ctx = arena.context()
+        first, second, ids = arena.weight(8, 3), arena.weight(8, 3), arena.weight(3, type=I32)
+        for tensor, values in ((first, a), (second, b), (ids, numbers)):
+            capi.ggml_backend_tensor_set(tensor, values, 0)
+        rows = capi.ggml_neg(ctx, second)
+        if kept:
+            capi.ggml_set_output(rows)
+        result = capi.ggml_add_id(ctx, first, rows, ids)
+        capi.ggml_set_output(result)
+        graph = arena.graph(ctx, result, allocate=False)
+        sched = scheduler(arena, cpu)
+        if steps == 2:
+            capi.ggml_backend_sched_alloc_graph(sched, graph)
+        for compute in (
+            capi.ggml_backend_sched_graph_compute,
+            capi.ggml_backend_sched_graph_compute_async,
+        ):
+            if not kept:
+                with pytest.raises(ValueError, match=r"ADD_ID 'node_1' would write over NEG"):
+                    compute(sched, graph)
+                continue
+            compute(sched, graph)
+            capi.ggml_backend_sched_synchronize(sched)
+            found = np.empty((3, 8), np.float32)
+            capi.ggml_backend_tensor_get(result, found, 0)
+            np.testing.assert_array_equal(found, a - b[numbers])
+        capi.ggml_backend_sched_reset(sched)
+        other = arena.graph(ctx, capi.ggml_neg(ctx, first), allocate=False)
+        capi.ggml_backend_sched_graph_compute(sched, other)

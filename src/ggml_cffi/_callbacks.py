@@ -493,12 +493,6 @@ def _device_of(value: Any) -> Any:
     return None
 
 
-def _close() -> None:
-    """The interpreter ends: from here on ggml's callbacks get their safe values."""
-    lib.ggml_cffi_close()
-    flush()
-
-
 lib.ggml_cffi_install()
 load_backends()  # what ggml says of them goes to our log
-atexit.register(_close)
+atexit.register(flush)  # a line that ggml has only begun

@@ -166,10 +166,15 @@ def _log(error: BaseException) -> None:
 
 def _collected(resource: _Resource) -> None:
     """Nobody refers to the object any more; nor could anybody catch an exception."""
+    from ._loader import lib
+
+    lib.ggml_cffi_keep_error()  # this may be in the midst of a call that has just failed
     try:
         resource.drop()
     except Exception as error:  # an interrupt is the interpreter's to report
         _log(error)
+    finally:
+        lib.ggml_cffi_give_back_error()
 
 
 class Owned(Closing, Generic[_Handle]):

@@ -7,8 +7,6 @@ be loaded, or is served by a ggml other than the one it was compiled against.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import importlib
 import os
 import platform
@@ -52,7 +50,9 @@ def load_backends() -> None:
     """
     info = _build_info()
     modules = module_files(info)
-    if info.SYSTEM_LIBDIR is None:
+    if modules and info.SYSTEM_LIBDIR is None:
+        import ctypes
+
         for path in modules:
             # First with our flags: ggml's dlopen would let another ggml of the process serve them.
             with contextlib.suppress(OSError):  # for another processor, or without its driver
@@ -64,6 +64,21 @@ def load_backends() -> None:
 def _check_platform() -> None:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise ImportError(f"ggml_cffi runs on Linux with glibc only, not on {platform.platform()}")
+
+
+def _check_interpreter() -> None:
+    """Refuse a subinterpreter: what is installed in ggml at import is the process's.
+
+    Comes before the imports of modules that may not support one either, and say less.
+    """
+    for name in ("_interpreters", "_xxsubinterpreters"):  # as Python 3.13 and 3.10 have it
+        with contextlib.suppress(ImportError, AttributeError):
+            module = importlib.import_module(name)
+            if module.get_current() != module.get_main():
+                break
+    else:
+        return
+    raise ImportError("ggml_cffi can be imported in the main interpreter only, not in another one")
 
 
 def _build_info() -> ModuleType:
@@ -93,6 +108,8 @@ def _prepare_process(environ: Mapping[str, str]) -> None:
         # Else ggml's terminate handler starts gdb where that is installed, and can hang. putenv:
         # C code alone needs to see it.
         os.putenv("GGML_NO_BACKTRACE", "1")
+    import faulthandler
+
     if environ.get("GGML_CFFI_NO_FAULTHANDLER") != "1" and not faulthandler.is_enabled():
         # No usable sys.stderr (a service, a captured stream): nowhere to write to.
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
@@ -152,6 +169,8 @@ def _what_lies_there(info: ModuleType) -> str:
     """Say which ggml is in the system's folder now: another one may lack what is linked to."""
     if info.SYSTEM_LIBDIR is None:
         return ""
+    import ctypes
+
     text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {info.SYSTEM_LIBDIR}"
     for path in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
         with contextlib.suppress(OSError, AttributeError):
@@ -210,6 +229,7 @@ def _same_file(one: str, other: Path) -> bool:
 
 def _load() -> tuple[Any, Any]:
     _check_platform()
+    _check_interpreter()
     info = _build_info()
     _check_files(info)
     _prepare_process(os.environ)
