@@ -284,9 +284,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=MAIN)
 def bench(session: nox.Session) -> None:
-    """Ratios of a call through capi to C, bare cffi and ggml-python, from one run."""
-    install(session, "", *BUILD, "ggml-python")
-    session.run("python", "benchmarks/calls.py", *session.posargs)
+    """Ratios of calls to C, bare cffi and ggml-python, and of quantisation to the gguf package."""
+    install(session, "", *BUILD, "ggml-python", "gguf")
+    for name in ("calls", "quants"):
+        session.run("python", f"benchmarks/{name}.py", *session.posargs)
 
 
 @nox.session(python=False, default=False)

@@ -163,12 +163,12 @@ def _address(pointer: Any) -> int:
 
 def require_layout() -> None:
     """Leave the test where the structs are others; those of the pin are known."""
-    if not _layout_is_known():
+    if not layout_is_known():
         assert not PINNED
         not_here("the layout of ggml's private structs, as in _fake_backend.py")
 
 
-def _layout_is_known() -> bool:
+def layout_is_known() -> bool:
     """Whether the CPU's structs have their pointers, and their gaps, where they are here."""
     cpu = capi.ggml_backend_cpu_init()
     try:

@@ -68,6 +68,64 @@ def test_a_handle_freed_twice() -> None:
     assert ended.returncode in ENDINGS, ended.stderr
 
 
+def test_a_field_of_a_struct_written_by_hand() -> None:
+    ended = child("""
+        tensor = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+        capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        tensor.data = ffi.cast("void *", 8)
+        print("before")
+        capi.ggml_backend_tensor_get(tensor, bytearray(16), 0)
+    """)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+
+
+def test_a_graph_too_deep_for_the_stack() -> None:
+    """On a small stack, which a few thousand operations in a row are too many for."""
+    body = """
+        import threading
+
+        def build(n=8000):
+            ctx = capi.ggml_init(mem_size=n * 512, no_alloc=True)
+            room = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+            graph = capi.ggml_new_graph_custom(room, n, False)
+            result = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+            for i in range(n):
+                result = capi.ggml_neg(ctx, result)
+                {step}
+            capi.ggml_build_forward_expand(graph, result)
+            print(capi.ggml_graph_n_nodes(graph))
+
+        threading.stack_size(256 * 1024)
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+    """
+    ended = child(body.format(step="pass"))
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, ""), ended.stderr
+    step = "i % 1000 or capi.ggml_build_forward_expand(graph, result)"
+    built = child(body.format(step=step))
+    assert (built.returncode, built.stdout) == (0, "8000\n"), built.stderr
+
+
+@pytest.mark.own_memory
+def test_memory_that_runs_out_in_c_code() -> None:
+    """Where not even a few kilobytes are left; more is looked at, or tried, before."""
+    ended = child("""
+        import ctypes, re, resource
+        malloc = ctypes.CDLL(None).malloc
+        malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        kind = int(capi.GGML_TYPE_IQ3_S)
+        print("before", flush=True)
+        size = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+        resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024, resource.RLIM_INFINITY))
+        for block in (1 << 20, 1 << 16, 1 << 12):
+            while malloc(block):
+                pass
+        lib.ggml_quantize_init(kind)
+    """)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+
+
 def test_an_abort_outside_a_guarded_call(tmp_path: Path) -> None:
     """C code that got ggml's own function and calls it on a thread of its own."""
     ended = child("""

@@ -573,3 +573,20 @@ def test_what_the_collector_frees_after_a_call_does_not_take_its_error_away(
     with pytest.raises(ZeroDivisionError):
         capi.ggml_backend_graph_compute(arena.backend, graph)
     assert freed == [1, 1, 1]
+
+
+def test_the_collector_may_free_an_owner_while_callbacks_are_entered(arena: Arena) -> None:
+    """It runs wherever a list or a dictionary grows: a lock that waits for itself would hang."""
+    ctx = capi.ggml_init(mem_size=1 << 16, no_alloc=True)
+    tensor = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+    capi.ggml_map_custom1(ctx, tensor, lambda dst, src, ith, nth: None)
+    freed = threading.Event()
+
+    def free() -> None:
+        with _callbacks._lock:
+            capi.ggml_free(ctx)
+        freed.set()
+
+    threading.Thread(target=free, daemon=True).start()
+    assert freed.wait(10)
+    assert int(ffi.cast("uintptr_t", ctx)) not in _callbacks.owners

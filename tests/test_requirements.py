@@ -5,6 +5,7 @@ Each refused call stands next to one as near to it as can be that is right and c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -866,13 +867,11 @@ def experts(t: Bench, ids: Any) -> Any:
     )
 
 
-#: The number of states to keep, for which older releases do not ask.
-K = [1] if has("ggml_ssm_scan(K)") else []
-
-
 def scan(t: Bench, ids: Any) -> Any:
     x, dt, a, b = t(1, 1, 1, 2), t(1, 1, 2), t(1, 1), t(4, 1, 1, 2)
-    return capi.ggml_ssm_scan(t.ctx, t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids, *K)
+    operands = (t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids)
+    n_snapshots = len(inspect.signature(capi.ggml_ssm_scan).parameters) - 1 - len(operands)
+    return capi.ggml_ssm_scan(t.ctx, *operands, *[1] * n_snapshots)  # older releases have none
 
 
 INDEXED = [

@@ -11,6 +11,7 @@ import _thread
 import atexit
 import itertools
 import operator
+import os
 import sys
 import threading
 import traceback
@@ -30,7 +31,7 @@ from .meta._split import SplitAxis, fill, tensor_info
 _SPLIT = "ggml_backend_meta_get_split_state_t"
 
 _numbers = itertools.count(1)
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector may free an owner while it is held
 _table: dict[int, Registration] = {}
 #: What each native object keeps alive: its address → registrations; `release` ends it.
 owners: dict[int, list[Registration]] = {}
@@ -42,6 +43,14 @@ _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
 _replacing = threading.RLock()
 _newest = 0
+
+
+def _renew_locks() -> None:
+    global _lock, _replacing
+    _lock, _replacing = threading.RLock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)  # as in _handles.py
 
 
 class Registration:

@@ -21,9 +21,10 @@ def live_handles() -> dict[str, int]:
 
 
 def leaked_handles() -> dict[str, int]:
-    """Count, by type, the handles that ggml gave up freeing: it aborted on the way.
+    """Count, by type, the handles that are lost: ggml aborted while it freed them.
 
-    Such a handle is gone, and what it had not freed by then is never freed.
+    Such a handle must not be used again, and what was not freed of it by then never is. What an
+    object needed that stood for it is kept, and stays among the live ones.
     """
     return {name: lib.ggml_cffi_leaked_handles(kind) for kind, name in _kinds()}
 

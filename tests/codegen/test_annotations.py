@@ -143,6 +143,16 @@ def test_no_owner(tmp_path):
         bind(write(tmp_path, {**GOOD, "rules.toml": ""}))
 
 
+def test_no_way_to_free(tmp_path):
+    """What the freeing function takes besides must be among what the making one was given."""
+    header = HEADER.replace(
+        "toy_free(struct toy_thing * thing)", "toy_free(struct toy_thing * thing, double weight)"
+    )
+    words = r"^toy\.h:6: toy_make: nothing to give toy_free as weight"
+    with pytest.raises(AnnotationError, match=words):
+        bind(write(tmp_path, {**GOOD, "toy.h": header}))
+
+
 def test_twice(tmp_path):
     with pytest.raises(AnnotationError, match=r"^toz\.toml:1: toy_sum is annotated twice"):
         bind(write(tmp_path, {**GOOD, "toz.toml": "[toy_sum]\n"}))

@@ -14,7 +14,9 @@ from typing import Any
 from ggml_cffi import _callbacks, buffer, diagnostics, lib, meta
 
 N = 1000
-BATCHES = 4
+#: At most: what malloc cannot give back because a neighbour is in use comes and goes, and it may
+#: take as long until it goes.
+BATCHES = 12
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -26,6 +28,7 @@ class _MallInfo(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 _PAGE = os.sysconf("SC_PAGESIZE")
+FEW_PAGES = 4 * _PAGE  # no reason to look again
 #: A sanitizer's malloc keeps what is freed for a while, and glibc's knows nothing of it.
 SANITIZED = "libasan" in Path("/proc/self/maps").read_text(encoding="utf-8")
 EXACT = not SANITIZED and hasattr(libc, "mallinfo2")  # glibc 2.33
@@ -72,6 +75,7 @@ class Left:
     name: str
     n: int = 0
     error: str = ""
+    missing: str = ""  # what this ggml does not have
     seconds: float = 0.0
     resident: int = 0
     allocated: int | None = None
@@ -108,7 +112,7 @@ def measure(name: str, cycle: Callable[[], object], n: int = N, batches: int = B
         left.lost = _grown(diagnostics.leaked_handles(), lost)
         left.tables = _grown(tables(), entries)
         left.aborts = diagnostics.caught_aborts() - aborts
-        if left.resident <= 0 and left.allocated <= 0:
+        if left.resident <= FEW_PAGES and left.allocated <= 0:
             break
     if not EXACT:
         left.allocated = None

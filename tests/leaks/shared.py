@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import tempfile
@@ -229,8 +230,9 @@ class Shared:
         """A GGUF with a tensor, and one cut off within its data."""
         gguf = capi.gguf_init_empty()
         capi.gguf_add_tensor(gguf, self.x)
-        self._folder = tempfile.TemporaryDirectory()
-        whole, cut = (Path(self._folder.name, name) for name in ("whole.gguf", "cut.gguf"))
+        folder = tempfile.TemporaryDirectory()
+        atexit.register(folder.cleanup)
+        whole, cut = (Path(folder.name, name) for name in ("whole.gguf", "cut.gguf"))
         capi.gguf_write_to_file(gguf, whole, False)
         cut.write_bytes(whole.read_bytes()[:-8])
         capi.gguf_free(gguf)

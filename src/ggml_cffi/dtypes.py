@@ -1,0 +1,93 @@
+"""ggml's types of tensor elements, and NumPy's dtypes that have the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import capi
+from .enums import ggml_type
+
+__all__ = ["element_type", "is_quantized", "numpy_dtype", "type_name"]
+
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "f64": np.dtype(np.float64),
+    "i8": np.dtype(np.int8), "i16": np.dtype(np.int16), "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+}  # fmt: skip
+
+
+def type_name(type: ggml_type | int) -> str:
+    """The name that ggml has for a type, such as ``f32`` or ``q4_K``."""
+    return capi.ggml_type_name(type) or ""
+
+
+def is_quantized(type: ggml_type | int) -> bool:
+    """Whether the elements of a type are stored in blocks, at less than a number each."""
+    return capi.ggml_is_quantized(type)
+
+
+def element_type(value: object) -> ggml_type:
+    """The type that `value` stands for.
+
+    That is a `ggml_type` or its number, ggml's name in upper or lower case (``"q4_K"``), or what
+    NumPy takes for a dtype (``np.float32``, ``"int32"``; bfloat16 as ``ml_dtypes.bfloat16``), in
+    whatever byte order.
+
+    Raises ValueError for a name, a number or a dtype that is none of ggml's, TypeError for what can
+    be neither.
+    """
+    if isinstance(value, ggml_type):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return ggml_type(value)
+        except ValueError:
+            raise ValueError(f"{value} is no ggml_type") from None
+    if isinstance(value, str) and value.lower() in _by_name():
+        return _by_name()[value.lower()]
+    try:
+        dtype = np.dtype(value)  # type: ignore[call-overload] # it is asked what it is
+    except TypeError:
+        if isinstance(value, str):
+            names = ", ".join(type_name(kind) for kind in _by_name().values())
+            raise ValueError(f"{value!r} is no type of ggml's; these are: {names}") from None
+        raise TypeError(
+            f"{value!r} ({type(value).__name__}) is no type: expected a ggml_type, a name or a "
+            "NumPy dtype"
+        ) from None
+    name = "bf16" if dtype.name == "bfloat16" else None
+    native = dtype.newbyteorder("=")
+    for candidate, same in _NUMPY.items():
+        if native == same:
+            name = candidate
+    if name is None:
+        raise ValueError(f"ggml has no type for NumPy's {dtype.name}")
+    return _by_name()[name]
+
+
+def numpy_dtype(type: ggml_type | int) -> np.dtype[Any] | None:
+    """NumPy's dtype with the bytes of a type; None for quantised types.
+
+    That of bf16 is ``ml_dtypes.bfloat16``: raises ImportError where ml_dtypes is not installed.
+    """
+    name = type_name(type)
+    if name == "bf16":
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return found
+    return _NUMPY.get(name)
+
+
+_names: dict[str, ggml_type] = {}
+
+
+def _by_name() -> dict[str, ggml_type]:
+    if not _names:
+        for kind in ggml_type:
+            name = None if kind.name.endswith("_COUNT") else capi.ggml_type_name(kind)
+            if name and capi.ggml_blck_size(kind):  # what has gone from ggml has no block
+                _names[name.lower()] = kind
+    return _names

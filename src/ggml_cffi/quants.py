@@ -1,0 +1,242 @@
+"""Quantisation and back, by ggml's own C and on all cores.
+
+A quantised row is a sequence of blocks; their layout is that of the ``block_*`` structs in ggml's
+``ggml-common.h``. Rows lie along the last axis: an array of shape ``(..., n)`` becomes bytes of
+shape ``(..., n // block_size * type_size)``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _runtime, capi
+from ._loader import ffi, lib
+from .device import usable_cores
+from .dtypes import element_type, type_name
+from .enums import ggml_type
+from .errors import NotSupportedError
+
+__all__ = ["dequantize", "quantize"]
+
+Progress = Callable[[int, int], object]
+"""Told the rows that are done and how many there are."""
+
+_CHUNK = 1 << 18
+"""Numbers that a thread converts at a time: long enough for C, short enough to share out."""
+
+
+def quantize(
+    array: npt.ArrayLike,
+    type: ggml_type | str | int,
+    imatrix: npt.ArrayLike | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.uint8]:
+    """Quantise the rows of `array` to `type`; gives the bytes, shape ``(..., bytes of a row)``.
+
+    `array` has shape ``(..., n)``, of any real dtype and layout; it is converted to float32. `n` is
+    a multiple of the type's block size. `imatrix` says how much each number of a row matters: of
+    shape ``(n,)`` for all rows, or one that broadcasts to ``array.shape[:-2] + (n,)``, a row for
+    each matrix. `threads`: all usable cores by default. `progress(done, total)` is called on the
+    calling thread, in rows; what it raises ends the work.
+
+    The bytes are those of ``ggml_quantize_chunk``; for q8_1 and q8_K, which that does not know,
+    those of ggml's reference and of its CPU backend. Weights are of no use to some types.
+
+    Raises ValueError for a shape that does not fit, for a type that ggml cannot quantise to, and
+    for a missing `imatrix` where the type needs one; TypeError for complex numbers and objects;
+    AbortError where ggml gives up on the numbers (NaN, for some types).
+    """
+    kind = element_type(type)
+    source = np.asarray(array)
+    if source.dtype.kind not in "fiub" and source.dtype.name != "bfloat16":
+        raise TypeError(f"array has dtype {source.dtype}, expected real numbers")
+    n = _row_length(source, "array")
+    size = _row_bytes(kind, n)
+    convert = _quantizer(kind, n)
+    rows = source.reshape(-1 if n else math.prod(source.shape[:-1]), n)
+    weights, n_rows = _importance(imatrix, kind, source.shape)
+    result = np.empty((len(rows), size), np.uint8)
+
+    def work(start: int, stop: int) -> None:
+        numbers = np.ascontiguousarray(rows[start:stop], np.float32)
+        convert(numbers, result[start:stop], weights[start // n_rows] if weights.size else None)
+
+    _share_out(work, _chunks(len(rows), n, n_rows), len(rows), threads, progress)
+    return result.reshape(*source.shape[:-1], size)
+
+
+def dequantize(
+    data: npt.ArrayLike,
+    type: ggml_type | str | int,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.float32]:
+    """Convert rows of `type` back to numbers; gives float32 of shape ``(..., n)``.
+
+    `data` has dtype uint8 and shape ``(..., bytes of a row)``, as `quantize` gives it. `threads`
+    and `progress` are as there.
+
+    Raises ValueError for a shape that does not fit, TypeError for another dtype, and
+    NotSupportedError for the types that ggml cannot convert back (q8_1 and q8_K, which it only
+    multiplies with, and integers).
+    """
+    kind = element_type(type)
+    source = np.asarray(data)
+    if source.dtype != np.uint8:
+        raise TypeError(f"data has dtype {source.dtype}, expected uint8: the bytes of the blocks")
+    size = _row_length(source, "data")
+    traits = capi.ggml_get_type_traits(kind)
+    if size % traits.type_size:
+        raise ValueError(
+            f"data has rows of {size} bytes, expected a multiple of {traits.type_size}: the bytes "
+            f"of a block of {type_name(kind)}"
+        )
+    n = size // traits.type_size * traits.blck_size
+    rows = source.reshape(-1 if size else math.prod(source.shape[:-1]), size)
+    result = np.empty((len(rows), n), np.float32)
+    if kind != capi.GGML_TYPE_F32 and not traits.to_float:
+        raise NotSupportedError(f"ggml cannot convert {type_name(kind)} to numbers")
+
+    def work(start: int, stop: int) -> None:
+        blocks = np.ascontiguousarray(rows[start:stop])
+        if kind == capi.GGML_TYPE_F32:
+            result[start:stop] = blocks.view(np.float32)
+        else:
+            numbers = ffi.from_buffer("float[]", result[start:stop], require_writable=True)
+            count = result[start:stop].size
+            _runtime.invoke(
+                "ggml_to_float_t", traits.to_float, ffi.from_buffer(blocks), numbers, count
+            )
+
+    _share_out(work, _chunks(len(rows), n, len(rows)), len(rows), threads, progress)
+    return result.reshape(*source.shape[:-1], n)
+
+
+# ---- what fits
+
+
+def _row_length(array: npt.NDArray[Any], name: str) -> int:
+    if array.ndim == 0:
+        raise ValueError(f"{name} is a single number, expected rows along the last axis")
+    return int(array.shape[-1])
+
+
+def _row_bytes(kind: ggml_type, n: int) -> int:
+    block = capi.ggml_blck_size(kind)
+    if n % block:
+        raise ValueError(
+            f"array has rows of {n}, expected a multiple of {block}: a block of {type_name(kind)}"
+        )
+    return n // block * capi.ggml_type_size(kind)
+
+
+def _importance(
+    imatrix: npt.ArrayLike | None, kind: ggml_type, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.float32], int]:
+    """The weights, a row for each matrix, none where there are none; and the rows of a matrix."""
+    n_rows = max(1, math.prod(shape[:-1]))
+    if imatrix is None:
+        if capi.ggml_quantize_requires_imatrix(kind):
+            raise ValueError(f"imatrix must not be None for {type_name(kind)}")
+        return np.empty((0, 0), np.float32), n_rows
+    given = np.asarray(imatrix)
+    if given.dtype.kind not in "fiu":
+        raise TypeError(f"imatrix has dtype {given.dtype}, expected real numbers")
+    if not np.isfinite(given).all() or (given < 0).any():
+        raise ValueError("imatrix has numbers that are negative or not finite")
+    if given.ndim > 1:
+        n_rows = max(1, math.prod(shape[-2:-1]))
+    wanted = (*shape[:-2], shape[-1]) if given.ndim > 1 else shape[-1:]
+    try:
+        weights = np.broadcast_to(given, wanted)
+    except ValueError:
+        raise ValueError(
+            f"imatrix has shape {given.shape}, expected one that broadcasts to {wanted}"
+        ) from None
+    return np.ascontiguousarray(weights.reshape(-1, shape[-1]), np.float32), n_rows
+
+
+# ---- how a type is made
+
+
+def _quantizer(kind: ggml_type, n: int) -> Callable[..., None]:
+    """Quantises contiguous rows of `n` float32 into bytes; the third argument are the weights."""
+    name = type_name(kind)
+    from_float = None
+    if name == "q8_1":
+        from_float = capi.ggml_get_type_traits(kind).from_float_ref
+    elif name == "q8_K" and hasattr(lib, "ggml_get_type_traits_cpu"):
+        from_float = capi.ggml_get_type_traits_cpu(kind).from_float
+    if from_float:
+
+        def by_row(numbers: Any, blocks: Any, weights: Any) -> None:
+            source = ffi.from_buffer("float[]", numbers)
+            target = ffi.from_buffer(blocks, require_writable=True)
+            _runtime.invoke("ggml_from_float_t", from_float, source, target, numbers.size)
+
+        return by_row
+    if n:  # refuses types that ggml cannot quantise to
+        weights = np.ones(n, np.float32) if capi.ggml_quantize_requires_imatrix(kind) else None
+        row = np.empty(_row_bytes(kind, n), np.uint8)
+        capi.ggml_quantize_chunk(kind, np.zeros(n, np.float32), row, 0, 0, n, weights)
+
+    def by_chunk(numbers: Any, blocks: Any, weights: Any) -> None:
+        capi.ggml_quantize_chunk(kind, numbers, blocks, 0, len(numbers), n, weights)
+
+    return by_chunk
+
+
+# ---- all cores
+
+
+def _chunks(n_rows: int, n: int, together: int) -> list[tuple[int, int]]:
+    """Ranges of rows, a thread's worth each; none crosses a multiple of `together`."""
+    if not n or not n_rows:
+        return []
+    step = max(1, _CHUNK // n)
+    return [
+        (start, min(start + step, first + together, n_rows))
+        for first in range(0, n_rows, together)
+        for start in range(first, min(first + together, n_rows), step)
+    ]
+
+
+def _share_out(
+    work: Callable[[int, int], None],
+    chunks: list[tuple[int, int]],
+    total: int,
+    threads: int | None,
+    progress: Progress | None,
+) -> None:
+    """Do `work` on all chunks; the first exception ends it."""
+    count = usable_cores() if threads is None else operator.index(threads)
+    if count < 1:
+        raise ValueError(f"threads is {threads}, expected 1 or more")
+    done = 0
+    if count == 1 or len(chunks) < 2:
+        for start, stop in chunks:
+            work(start, stop)
+            done += stop - start
+            if progress:
+                progress(done, total)
+        return
+    with ThreadPoolExecutor(min(count, len(chunks))) as pool:
+        ranges = {pool.submit(work, start, stop): stop - start for start, stop in chunks}
+        try:
+            for future in as_completed(ranges):
+                future.result()
+                done += ranges[future]
+                if progress:
+                    progress(done, total)
+        except BaseException:
+            for future in ranges:
+                future.cancel()
+            raise
