@@ -13,8 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from ggml_cffi import lib
+from _release import require
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = pytest.mark.own_memory
@@ -140,8 +139,8 @@ CASES = {
 
 @pytest.mark.parametrize("body", CASES.values(), ids=CASES)
 def test_bad_alloc_is_a_memory_error(body: str) -> None:
-    if "MetaDevice" in body and not hasattr(lib, "ggml_backend_meta_device"):
-        pytest.skip("this ggml has no meta device")
+    if "MetaDevice" in body:
+        require("ggml_backend_meta_device")
     found = run(body)
     assert found
     for function, memory_error, _, text in found:
