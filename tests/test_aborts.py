@@ -467,12 +467,9 @@ WAYS = {
     "context": "ggml_graph_compute_with_ctx",
     "scheduler": "ggml_backend_sched_graph_compute",
     "training": "ggml_opt_eval",
-    **(
-        {"meta device": "ggml_backend_graph_compute"}
-        if hasattr(lib, "ggml_backend_meta_device")
-        else {}
-    ),
 }
+if has("ggml_backend_meta_device"):
+    WAYS["meta device"] = "ggml_backend_graph_compute"
 
 
 def child(code: str) -> subprocess.CompletedProcess[str]:
