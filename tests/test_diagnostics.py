@@ -125,6 +125,18 @@ def test_aborts_are_counted(arena: Arena, counts: Counts) -> None:
     assert counts.lost == {}
 
 
+def test_what_is_only_asked_is_no_abort(arena: Arena, counts: Counts) -> None:
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_sqr(ctx, arena.tensor(4)), allocate=False)
+    buft = capi.ggml_backend_get_default_buffer_type(arena.backend)
+    galloc = capi.ggml_gallocr_new_n([buft] * 3)
+    capi.ggml_gallocr_reserve_n(galloc, graph, [2])
+    with pytest.raises(ValueError, match="is 3, expected 0 to 2"):
+        capi.ggml_gallocr_reserve_n(galloc, graph, [3])
+    capi.ggml_gallocr_free(galloc)
+    assert counts.aborts == 0
+
+
 def test_a_gguf_with_its_tensors_counts_as_two(arena: Arena, tmp_path: Any) -> None:
     gguf = arena.gguf()
     capi.gguf_add_tensor(gguf, arena.weight(4))
