@@ -254,6 +254,22 @@ def test_a_graph_copy_is_freed_while_something_has_callbacks(arena: Arena) -> No
     assert counts.live == {}
 
 
+def test_a_callback_that_refers_to_its_owner_keeps_it(counts: Counts) -> None:
+    def attach() -> weakref.ref[Any]:
+        backend = device("CPU").init_backend(1)
+        capi.ggml_backend_cpu_set_abort_callback(backend.handle, lambda: backend is None)
+        return weakref.ref(backend)
+
+    watch = attach()
+    gc.collect()
+    kept = watch()
+    assert kept is not None and counts.live == {"ggml_backend": 1}
+    kept.close()
+    del kept
+    gc.collect()
+    assert watch() is None and counts.live == {}
+
+
 # ---- handles that are lost
 
 

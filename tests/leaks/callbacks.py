@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -206,7 +207,15 @@ def fit(function: Any) -> None:
         capi.ggml_free(ctx)
 
 
+def thread_that_fails() -> None:
+    """What the guard keeps of each thread goes with it."""
+    thread = threading.Thread(target=CALLBACKS["ggml_custom1_op_t"].fail)
+    thread.start()
+    thread.join()
+
+
 def cases() -> Iterator[tuple[str, Cycle]]:
+    yield "thread: fail", thread_that_fails
     yield "ggml_opt_fit: use", lambda: fit(lambda epoch: {"sgd": {"alpha": 0.1}})
     yield "ggml_opt_fit: fail", lambda: raises(Refused, fit, refuse)
     for name, callback in CALLBACKS.items():
