@@ -93,18 +93,22 @@ def test_a_graph_too_deep_for_the_stack() -> None:
                 result = capi.ggml_neg(ctx, result)
                 {step}
             capi.ggml_build_forward_expand(graph, result)
-            print(capi.ggml_graph_n_nodes(graph))
+            print(capi.ggml_graph_n_nodes(graph), flush=True)
+            {copy}
 
         threading.stack_size(256 * 1024)
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
     """
-    ended = child(body.format(step="pass"))
+    ended = child(body.format(step="pass", copy="pass"))
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, ""), ended.stderr
     step = "i % 1000 or capi.ggml_build_forward_expand(graph, result)"
-    built = child(body.format(step=step))
+    built = child(body.format(step=step, copy="pass"))
     assert (built.returncode, built.stdout) == (0, "8000\n"), built.stderr
+    copy = "capi.ggml_backend_alloc_ctx_tensors(ctx, cpu); capi.ggml_backend_graph_copy(cpu, graph)"
+    copied = child(body.format(step=step, copy=copy))
+    assert (copied.returncode, copied.stdout) == (-signal.SIGSEGV, "8000\n"), copied.stderr
 
 
 @pytest.mark.own_memory
@@ -112,11 +116,12 @@ def test_memory_that_runs_out_in_c_code() -> None:
     """Where not even a few kilobytes are left; more is looked at, or tried, before."""
     ended = child("""
         import ctypes, re, resource
+        from pathlib import Path
         malloc = ctypes.CDLL(None).malloc
         malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         kind = int(capi.GGML_TYPE_IQ3_S)
         print("before", flush=True)
-        size = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+        size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
         resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024, resource.RLIM_INFINITY))
         for block in (1 << 20, 1 << 16, 1 << 12):
             while malloc(block):
