@@ -93,22 +93,18 @@ def test_a_graph_too_deep_for_the_stack() -> None:
                 result = capi.ggml_neg(ctx, result)
                 {step}
             capi.ggml_build_forward_expand(graph, result)
-            print(capi.ggml_graph_n_nodes(graph), flush=True)
-            {copy}
+            print(capi.ggml_graph_n_nodes(graph))
 
         threading.stack_size(256 * 1024)
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
     """
-    ended = child(body.format(step="pass", copy="pass"))
+    ended = child(body.format(step="pass"))
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, ""), ended.stderr
     step = "i % 1000 or capi.ggml_build_forward_expand(graph, result)"
-    built = child(body.format(step=step, copy="pass"))
+    built = child(body.format(step=step))
     assert (built.returncode, built.stdout) == (0, "8000\n"), built.stderr
-    copy = "capi.ggml_backend_alloc_ctx_tensors(ctx, cpu); capi.ggml_backend_graph_copy(cpu, graph)"
-    copied = child(body.format(step=step, copy=copy))
-    assert (copied.returncode, copied.stdout) == (-signal.SIGSEGV, "8000\n"), copied.stderr
 
 
 @pytest.mark.own_memory
