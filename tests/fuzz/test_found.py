@@ -187,7 +187,7 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
 def test_operands_by_rows_that_a_meta_device_holds_in_different_ways():
     """ggml looks at the first one only; with several threads the process would end."""
     rows = np.arange(8, dtype=np.int32).reshape(4, 2)
-    cuts = [SplitState.split(1, [2, 2]), MIRRORED]
+    cuts = [MIRRORED, SplitState.split(1, [2, 2])]
     with (
         MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta,
         pytest.raises(AbortError, match=r"ggml_are_same_shape\(src0, src1\)"),
