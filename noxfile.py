@@ -19,6 +19,17 @@ import nox
 CORE = ("3.10", "3.13")  # run the core of the tests in CI
 BACKENDS = {"cpu": "", "meta2": "2", "meta3": "3"}  # how many devices a meta backend has
 
+#: The releases of ggml that the package is built and tested with: versions of libggml-python.
+RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post1")
+#: The tests of capi, of the guard and of the backend family.
+ON_RELEASES = (
+    *("capi", "overrides", "requirements", "callbacks", "nesting", "logs"),
+    *("aborts", "errors", "limits"),
+    *("family", "device", "async_events", "multi_buffer"),
+    *("split_state", "latch", "meta_device", "meta_numeric"),
+    *("info", "public_api"),
+)
+
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 # Runs everything; where there is no 3.11, and it need not be CI's, the Python that runs nox does.
 MAIN = "3.11" if CI or shutil.which("python3.11") else "{}.{}".format(*sys.version_info)
@@ -213,6 +224,46 @@ def sanitizer_library(session: nox.Session, name: str) -> str:
     if not Path(path).is_absolute():
         session.error(f"{compiler} has no {name}: it comes with the compiler's package")
     return path
+
+
+@nox.session(python=MAIN, default=False)
+def releases(session: nox.Session) -> None:
+    """Build and test for each release, or those named after ``--``; ``--write`` keeps the rows."""
+    write = ["--write"] if "--write" in session.posargs else []
+    chosen = [name for name in session.posargs if name != "--write"]
+    if strange := set(chosen) - set(RELEASES):
+        session.error(f"{', '.join(sorted(strange))}: the releases are {', '.join(RELEASES)}")
+    bad = []
+    for name in chosen or RELEASES:
+        prefix = release(session, name)
+        environ = {"GGML_CFFI_PREFIX": str(prefix)}
+        install(session, "test", "pytest-xdist", variant=f"ggml-{name}", **environ)
+        found = Path(session.create_tmp()) / f"{name}.xml"
+        # What is skipped for want of something else than the release is a failure here, as in CI.
+        session.run(
+            *("python", "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={found}", *PARALLEL),
+            *(f"tests/test_{tests}.py" for tests in ON_RELEASES),
+            env={**environ, "GGML_CFFI_CI": "1"},
+            success_codes=(0, 1),
+        )
+        above = RELEASES[: RELEASES.index(name)][-1:]
+        before = [f"--before={release(session, older)}" for older in above]
+        code = ("python", "-m", "codegen.releases", name, f"--prefix={prefix}", f"--tests={found}")
+        try:
+            session.run(*code, *before, *write)
+        except nox.command.CommandFailed:
+            bad.append(name)
+    if bad:
+        session.error(f"not all is well with {', '.join(bad)}")
+
+
+def release(session: nox.Session, name: str) -> Path:
+    """The install prefix in a release's wheel."""
+    folder = Path(session.cache_dir) / "releases" / name
+    if not (folder / "libggml" / "include").is_dir():
+        pip = ("python", "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}")
+        session.run(*pip, f"libggml-python=={name}")
+    return folder / "libggml"
 
 
 @nox.session(python=MAIN)

@@ -81,6 +81,11 @@ class Prefix:
         """Give the file name, and SONAME, of the copy of library ``name`` in ``_libs``."""
         return f"lib{name}-{self.key}.so"
 
+    def variants(self, name: str) -> list[Path]:
+        """Give the loadable modules of a backend, one for each kind of processor it may have."""
+        own = re.compile(rf"lib{re.escape(name)}(-[^.]*)?\.so")
+        return [path for path in self.modules if own.match(path.name)]
+
 
 def find_prefix(environ: Mapping[str, str]) -> Prefix:
     """Find ggml: the prefix that ``GGML_CFFI_PREFIX`` names, else the installed libggml-python.

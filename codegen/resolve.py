@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import ir
@@ -134,6 +134,7 @@ class Binding:
     version: str = ""
     commit: str = ""
     pointers: tuple[ir.Typedef, ...] = ()  # function-pointer types that ggml hands out
+    modules: Mapping[str, str] = field(default_factory=dict)  # loadable library → its backend
 
 
 def resolve(
@@ -146,11 +147,13 @@ def resolve(
     idle: Collection[str] = (),
     version: str = "",
     commit: str = "",
+    modules: Mapping[str, str] | None = None,
 ) -> Binding:
     """Decide for every function.
 
     `exported`: library → symbols. `known`: the functions of the pin, with their declarations.
-    `idle`: the annotation files of headers that are not bound here.
+    `idle`: the annotation files of headers that are not bound here. `modules`: the libraries that
+    are loadable modules, with the names of their backends.
 
     With `strict` a wrong or unused annotation, or a pointer without an owner, is an error; without
     it a note of the report.
@@ -173,6 +176,7 @@ def resolve(
             table, lost = _fit(function, table, (known or {}).get(name, ""))
             notes.extend(lost)
         reason = _reason_to_skip(api, function, table, where)
+        reason = reason or _unknown_callback(api, function, annotations)
         if reason:
             skipped[name] = reason
             continue
@@ -190,8 +194,9 @@ def resolve(
     )
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
     return Binding(
-        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers
-    )
+        api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers,
+        modules or {},
+    )  # fmt: skip
 
 
 def _fit(
@@ -224,6 +229,15 @@ def _reason_to_skip(
     if function.name not in where:
         return f"declared in {function.where.header} but exported by no linkable library"
     return str(table.get("skip", ""))
+
+
+def _unknown_callback(api: ir.Api, function: ir.Function, annotations: Annotations) -> str:
+    """Why a function is left out whose callback would not be guarded."""
+    for param in function.params:
+        name = param.type.name if isinstance(param.type, ir.Named) else ""
+        if name and api.function_pointer(param.type) and name not in annotations.callbacks:
+            return f"the type of its callback, {name}, is not annotated"
+    return ""
 
 
 def _bind(

@@ -196,7 +196,8 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     static void count_freed(const region & here, bool completely, A... a) {
         if constexpr (Traits::frees != handle::none) {
             if (here.running) {
-                freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely);
+                freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely,
+                      !completely && Traits::how == leave::by_jump);
             }
         }
     }
@@ -365,6 +366,9 @@ static const char * ggml_cffi_handle_name(int kind) { return ggml_cffi::handle_n
 static int64_t ggml_cffi_live_handles(int kind) { return ggml_cffi::handle_table.at(kind).live; }
 static int64_t ggml_cffi_leaked_handles(int kind) { return ggml_cffi::handle_table.at(kind).leaked; }
 static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts; }
+static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
+    return ggml_cffi::allocators_table.find(galloc).value_or(1);
+}
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }

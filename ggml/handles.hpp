@@ -70,13 +70,13 @@ inline void taken_over(handle kind, size_t n) {
     counts_of(kind).live.fetch_sub((int64_t) n, std::memory_order_relaxed);
 }
 
-// ggml was to free `value`, and has, or has given up on the way.
-template <class T> void freed(handle kind, const T & value, bool completely) {
+// ggml was to free `value`, and has, or has given up on the way; half of it may be gone then.
+template <class T> void freed(handle kind, const T & value, bool completely, bool half = false) {
     if (!is_something(value)) {
         return;
     }
     if constexpr (std::is_pointer_v<T>) {
-        if (!completely) {
+        if (half) {
             std::lock_guard<fork_safe_mutex> hold(broken_lock);
             bool & counted = broken_table[value];
             n_broken = broken_table.size();

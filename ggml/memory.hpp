@@ -209,6 +209,16 @@ inline bool can_schedule(size_t n_backends, size_t graph_size, bool parallel) {
     return true;
 }
 
+// ---- how many buffers an allocator has: ggml's function aborts for a number that is none
+
+inline by_address<int> allocators_table;
+
+inline void note_allocator(ggml_gallocr_t allocator, int n_buffers) {
+    if (allocator) {
+        allocators_table.note(allocator, n_buffers);
+    }
+}
+
 // ---- what a scheduler is allocated for: given another graph, ggml computes the first one again
 
 struct scheduled {

@@ -1,6 +1,7 @@
 """What all tests share: the backend that they run on, and strictness in CI.
 
 GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
+A test says with `needs` (_release.py) what it needs of ggml that not every release has.
 GGML_CFFI_TEST_META=N: only tests that run on a backend of choice (fixtures `backend` and `n_devs`),
 and that is a meta backend over N CPU devices.
 """
@@ -25,11 +26,26 @@ META = int(os.environ.get("GGML_CFFI_TEST_META") or 0)
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The slowest come first; for a meta backend, what would be the same without is left out."""
+    if "ggml_cffi" in sys.modules:  # the generator's tests need none
+        from _release import PINNED
+
+        if not PINNED:  # a newer release deprecates what the pin does not
+            line = r"ignore:ggml_\w+ is deprecated:DeprecationWarning"
+            config.addinivalue_line("filterwarnings", line)
     items.sort(key=lambda item: item.get_closest_marker("packaging") is None)
     if META:
         on_any = [i for i in items if {"backend", "n_devs"} & set(getattr(i, "fixturenames", ()))]
         config.hook.pytest_deselected(items=[item for item in items if item not in on_any])
         items[:] = on_any
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell what the release lacks apart; on the pin nothing may be lacking."""
+    needs = [need for marker in item.iter_markers("needs") for need in marker.args]
+    if needs:
+        from _release import require
+
+        require(*needs)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from _compute import F32, Arena, check_product
 from _native import compiler
+from _release import PINNED, has, needs_meta, not_here, require
 from _threads import idle, threads_of_process
 from aborts import AREAS, ROWS, SITES, Site, guard_class
 from aborts.splits import REFUSED, Answer, split, unchecked_device
@@ -29,10 +30,6 @@ from aborts.splits import REFUSED, Answer, split, unchecked_device
 from ggml_cffi import capi, diagnostics, ffi, lib
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, SplitError
 from ggml_cffi.meta import MetaDevice, SplitState
-
-ROOT = Path(__file__).resolve().parent.parent
-HAS_META = hasattr(lib, "ggml_backend_meta_device")
-PINNED = f'ggml = "{capi.ggml_version()}"' in (ROOT / "ggml/pin.toml").read_text(encoding="utf-8")
 
 BY_NAME = {one.name: one for one in SITES}
 #: Sites that are tried on a backend of four threads as well.
@@ -118,11 +115,10 @@ def applies(need: Callable[[object, str], None]) -> Callable[[Site], None]:
     """Skip what this ggml, or this machine, does not have."""
 
     def applies(one: Site) -> None:
-        if not hasattr(lib, one.function) or (one.backend != "cpu" and not HAS_META):
-            pytest.skip(f"ggml {capi.ggml_version()} has no {one.function}, or no meta device")
+        require(one.function, *(["ggml_backend_meta_device"] if one.backend != "cpu" else []))
         if one.backend == "unchecked":
             if not PINNED:
-                pytest.skip("what an unchecked split state does is known of the pinned ggml only")
+                not_here("what an unchecked split state does, known of the pinned release only")
             need(compiler(), "C compiler")
 
     return applies
@@ -189,7 +185,7 @@ def test_at_least_ten_sites_with_four_threads() -> None:
 def places(backends: Backends) -> dict[str, tuple[str, int]]:
     """File and line of each site, on the pinned release."""
     if not PINNED:
-        pytest.skip("lines are known of the pinned ggml only")
+        not_here("the lines of assertions, known of the pinned release only")
     return {one.name: place(abort(one, backends.get(one.backend))) for one in SITES}
 
 
@@ -227,7 +223,7 @@ def test_each_row_of_the_meta_backend(row: str, places: dict[str, tuple[str, int
     assert found == ROWS[row]
 
 
-@pytest.mark.skipif(not HAS_META, reason="ggml has no meta device")
+@needs_meta
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_read_out_of_bounds_never_reaches_ggml(name: str) -> None:
     """The split function's answer is refused with its tensor's name; nothing is allocated."""
@@ -247,7 +243,7 @@ def test_what_would_read_out_of_bounds_never_reaches_ggml(name: str) -> None:
     assert diagnostics.live_handles() == live
 
 
-@pytest.mark.skipif(not HAS_META, reason="ggml has no meta device")
+@needs_meta
 def test_a_meta_device_over_none_never_reaches_ggml() -> None:
     """ggml would take it, and then read what is not there."""
     with pytest.raises(ValueError, match="0 devices, expected 1 to 16"):
@@ -410,26 +406,70 @@ def test_an_abort_in_a_callback_comes_out_of_the_call(cpu_backend: Any) -> None:
 #: Rows of a table by numbers that the graph makes of others: only the kernel can tell which.
 KERNEL = """
 import numpy as np
-from ggml_cffi import capi
+from ggml_cffi import capi, ffi
+from ggml_cffi.meta import MetaDevice, SplitState
 
-def compute(threads):
-    backend = capi.ggml_backend_cpu_init()
-    capi.ggml_backend_cpu_set_n_threads(backend, threads)
-    ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
-    numbers = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 64)
-    table = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 4, 3)
-    order = capi.ggml_cast(ctx, numbers, capi.GGML_TYPE_I32)
-    graph = capi.ggml_new_graph(ctx)
-    capi.ggml_build_forward_expand(graph, capi.ggml_get_rows(ctx, table, order))
-    buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, backend)
+F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
+
+def made(threads, how):
+    if how != "meta device":
+        backend = capi.ggml_backend_cpu_init()
+        capi.ggml_backend_cpu_set_n_threads(backend, threads)
+        return backend
+    device = MetaDevice(["CPU", "CPU"], lambda info, n_devs: SplitState.mirrored())
+    backend = capi.ggml_backend_dev_init(device.handle)
+    for index in range(2):
+        child = capi.ggml_backend_meta_simple_backend(backend, index)
+        capi.ggml_backend_cpu_set_n_threads(child, threads)
+    return backend
+
+def compute(threads, how="backend"):
+    backend = made(threads, how)
+    ctx = capi.ggml_init(mem_size=1 << 24, no_alloc=True)
+    weights = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+    numbers = capi.ggml_new_tensor_2d(weights, F32, 64, 1)
+    table = capi.ggml_new_tensor_2d(weights, F32, 4, 3)
+    capi.ggml_set_param(table)
+    capi.ggml_backend_alloc_ctx_tensors(weights, backend)
     capi.ggml_backend_tensor_set(numbers, np.arange(64, dtype=np.float32), 0)
-    try:
-        capi.ggml_backend_graph_compute(backend, graph)
-    finally:
-        capi.ggml_backend_buffer_free(buffer)
-        capi.ggml_free(ctx)
-        capi.ggml_backend_free(backend)
+    numbers_1d = capi.ggml_reshape_1d(ctx, numbers, 64)
+    result = capi.ggml_get_rows(ctx, table, capi.ggml_cast(ctx, numbers_1d, I32))
+    graph = capi.ggml_new_graph(ctx)
+    capi.ggml_build_forward_expand(graph, result)
+    if how in ("scheduler", "training"):
+        sched = capi.ggml_backend_sched_new([backend], None, 4096, False, False)
+    if how == "scheduler":
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+    elif how == "training":
+        optimizer = capi.ggml_opt_init(
+            backend_sched=sched,
+            loss_type=capi.GGML_OPT_LOSS_TYPE_MEAN,
+            ctx_compute=ctx,
+            inputs=numbers,
+            outputs=result,
+        )
+        capi.ggml_opt_alloc(optimizer, False)
+        capi.ggml_opt_eval(optimizer, None)
+    else:
+        capi.ggml_backend_alloc_ctx_tensors(ctx, backend)
+        if how == "plan":
+            plan = capi.ggml_backend_graph_plan_create(backend, graph)
+            capi.ggml_backend_graph_plan_compute(backend, plan)
+        elif how == "context":
+            work = capi.ggml_init(mem_size=1 << 20)
+            capi.ggml_graph_compute_with_ctx(work, graph, threads)
+        else:
+            capi.ggml_backend_graph_compute(backend, graph)
 """
+WAYS = {
+    "backend": "ggml_backend_graph_compute",
+    "plan": "ggml_backend_graph_plan_compute",
+    "context": "ggml_graph_compute_with_ctx",
+    "scheduler": "ggml_backend_sched_graph_compute",
+    "training": "ggml_opt_eval",
+}
+if has("ggml_backend_meta_device"):
+    WAYS["meta device"] = "ggml_backend_graph_compute"
 
 
 def child(code: str) -> subprocess.CompletedProcess[str]:
@@ -444,8 +484,9 @@ def child(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_abort_in_a_kernel_of_several_threads_ends_the_process() -> None:
-    result = child("compute(threads=2)\nprint('still here')")
+@pytest.mark.parametrize(("how", "function"), WAYS.items(), ids=WAYS)
+def test_an_abort_in_a_kernel_of_several_threads_ends_the_process(how: str, function: str) -> None:
+    result = child(f"compute(4, {how!r})\nprint('still here')")
     assert result.returncode == -signal.SIGABRT, result.stderr
     assert result.stdout == ""
     assert re.search(r"^\S+:\d+: GGML_ASSERT\(.*\) failed$", result.stderr, re.M)
@@ -454,13 +495,14 @@ def test_an_abort_in_a_kernel_of_several_threads_ends_the_process() -> None:
 
 
 def test_an_abort_in_a_kernel_of_one_thread_raises() -> None:
-    result = child("""
+    result = child(f"""
         from ggml_cffi.errors import AbortError
-        for _ in range(3):
-            try:
-                compute(threads=1)
-            except AbortError as error:
-                print(error.function, error.line > 0)
+        for how in {list(WAYS)}:
+            for _ in range(3):
+                try:
+                    compute(1, how)
+                except AbortError as error:
+                    print(error.function, error.line > 0)
     """)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "ggml_backend_graph_compute True\n" * 3
+    assert result.stdout == "".join(f"{function} True\n" * 3 for function in WAYS.values())

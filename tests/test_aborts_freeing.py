@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _fake_backend import layout_is_known, poison
+from _fake_backend import poison, require_layout
 from _native import compiler
 
 TESTS = Path(__file__).resolve().parent
@@ -87,7 +87,7 @@ def process(
     need: Callable[[object, str], None], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Run a case in a process of its own."""
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
     need(compiler(), "C compiler")
     library = tmp_path_factory.mktemp("poison") / "poison.so"
     poison(library)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from _compute import Arena, check_product
-from _fake_backend import FakeDevice, event_of, layout_is_known
+from _fake_backend import FakeDevice, event_of, require_layout
+from _release import require
 
 from ggml_cffi import capi, ffi
 from ggml_cffi.errors import AbortError, NotSupportedError
@@ -25,6 +26,7 @@ def arena(cpu):
 
 @pytest.fixture
 def meta():
+    require("ggml_backend_meta_device")
     """A backend over two CPU devices that mirrors all tensors."""
     with MetaDevice(["CPU", "CPU"], lambda info, n_devs: SplitState.mirrored()) as device:
         backend = capi.ggml_backend_dev_init(device.handle)
@@ -33,9 +35,9 @@ def meta():
 
 
 @pytest.fixture(scope="module")
-def device(need):
+def device():
     """A device with streams and events."""
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
     return FakeDevice()
 
 

@@ -7,6 +7,7 @@ the same type stands for one.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,17 @@ def vec_dot(backend: Any) -> None:
 
 
 def set_n_threads(backend: Any) -> None:
-    invoke("ggml_backend_set_n_threads_t", registry("ggml_backend_set_n_threads"), backend, 1)
-    check_product(backend)
+    with Arena(backend) as arena:
+        threads: set[int] = set()
+        ctx = arena.context()
+        look = lambda dst, src, ith, nth: threads.add(threading.get_ident())  # noqa: E731
+        graph = arena.graph(ctx, capi.ggml_map_custom1(ctx, arena.weight(4), look, 2))
+        setter = registry("ggml_backend_set_n_threads")
+        for count in (2, 1):
+            invoke("ggml_backend_set_n_threads_t", setter, backend, count)
+            threads.clear()
+            capi.ggml_backend_graph_compute(backend, graph)
+            assert len(threads) == count
 
 
 def set_abort_callback(backend: Any) -> None:
@@ -196,6 +206,7 @@ def zeros(kind: str) -> list[Any]:
 @pytest.fixture
 def backend() -> Iterator[Any]:
     made = capi.ggml_backend_cpu_init()
+    capi.ggml_backend_cpu_set_n_threads(made, 1)
     yield made
     capi.ggml_backend_free(made)
 

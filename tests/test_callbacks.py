@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena, check_product
+from _release import needs
 
 from ggml_cffi import _callbacks, capi, ffi
 from ggml_cffi.errors import GGUFError, StatusError
@@ -574,6 +575,7 @@ def content(arena: Arena) -> bytes:
     return data
 
 
+@needs("gguf_init_from_callback")
 def test_a_gguf_from_a_function(content: bytes) -> None:
     asked: list[int] = []
 
@@ -590,6 +592,7 @@ def test_a_gguf_from_a_function(content: bytes) -> None:
     capi.gguf_free(gguf)
 
 
+@needs("gguf_init_from_callback")
 def test_what_the_reader_raises_comes_out(content: bytes) -> None:
     def fail(output, offset, length):
         raise Broken(offset)
@@ -598,12 +601,14 @@ def test_what_the_reader_raises_comes_out(content: bytes) -> None:
         capi.gguf_init_from_callback(fail, 0, len(content))
 
 
+@needs("gguf_init_from_callback")
 def test_a_reader_that_reads_nothing(content: bytes) -> None:
     with pytest.raises(GGUFError):
         capi.gguf_init_from_callback(lambda output, offset, length: 0, 0, len(content))
 
 
 @pytest.mark.parametrize("wrong", [None, "4", 1.5, -1, 1 << 70], ids=repr)
+@needs("gguf_init_from_callback")
 def test_a_reader_that_returns_no_number_of_bytes(
     content: bytes, wrong: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,6 +617,7 @@ def test_a_reader_that_returns_no_number_of_bytes(
     assert capfd.readouterr().err == ""
 
 
+@needs("gguf_init_from_callback")
 def test_a_reader_that_claims_to_have_read_more(content: bytes) -> None:
     """It wrote nothing behind the buffer; what it returns must not lead ggml there."""
     with pytest.raises((ValueError, RuntimeError)):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena
+from _release import needs
 
 import ggml_cffi
 from ggml_cffi import capi, enums, ffi, lib
@@ -582,6 +583,7 @@ def test_an_offset_that_would_wrap_around(arena: Arena) -> None:
         capi.ggml_backend_tensor_set(arena.weight(4), bytes(8), (1 << 64) - 4)
 
 
+@needs("gguf_init_from_buffer")
 def test_a_gguf_in_memory(arena: Arena) -> None:
     gguf, w = arena.gguf(), arena.weight(4, name="w")
     capi.ggml_backend_tensor_set(w, NUMBERS, 0)

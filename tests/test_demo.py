@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import MetaDevice, _demo, _demo_block, _demo_check, capi, device
 from ggml_cffi.__main__ import main
@@ -74,6 +75,7 @@ def check_output(out: str, n_devs: int) -> list[list[int]]:
         (["--devices", 16], [64] * 16),
     ],
 )
+@needs_meta
 def test_default(arguments: Sequence[object], elements: list[int]) -> None:
     child = run_child("demo", *arguments)
     assert (child.returncode, child.stderr) == (0, "")
@@ -83,6 +85,7 @@ def test_default(arguments: Sequence[object], elements: list[int]) -> None:
     assert [row[5] for row in devices] == [n * N_EMBD * 4 for n in elements]
 
 
+@needs_meta
 def test_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     first = capsys.readouterr().out
@@ -144,6 +147,7 @@ def test_bad_value_in_a_child() -> None:
 
 
 @pytest.mark.parametrize("error", [1e-2, np.nan, np.inf], ids=str)
+@needs_meta
 def test_disagreement(
     error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +264,7 @@ KINDS = (
 
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("types", KINDS, ids=lambda types: "-".join(t.name[10:] for t in types))
+@needs_meta
 def test_types(types: Sequence[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architecture, gating = (("llama", "SwiGLU"), ("gemma3", "GEGLU"))[KINDS.index(types) % 2]
     path = write_gguf(tmp_path / "m.gguf", layer(types), {"general.architecture": architecture})
@@ -281,6 +286,7 @@ def test_types(types: Sequence[Any], tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("types", KINDS, ids=lambda types: "-".join(t.name[10:] for t in types))
+@needs_meta
 def test_a_missing_addend_is_seen(types: Sequence[Any], tmp_path: Path) -> None:
     """The tolerances are no wider than they may be: an eighth of the rows must not go missing."""
     from ggml_cffi import _demo_gguf
@@ -299,6 +305,7 @@ def test_a_missing_addend_is_seen(types: Sequence[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("reference")
+@needs_meta
 def test_model_in_a_child(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "täst.gguf", layer([Q4_K] * 3, number=0))
     child = run_child("demo", "--model", path, "--devices", 3)
@@ -360,6 +367,7 @@ def bad_files() -> Iterator[tuple[str, Tensors, dict[str, object] | None, int, s
     ("tensors", "metadata", "number", "message"),
     [pytest.param(*case[1:], id=case[0]) for case in bad_files()],
 )
+@needs_meta
 def test_bad_models(
     tensors: Tensors,
     metadata: dict[str, object] | None,
@@ -386,6 +394,7 @@ def test_bad_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("reference")
+@needs_meta
 def test_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", layer([Q8_0] * 3, 32, 64, 0))
     assert main(["demo", "--model", str(whole)]) == 0
@@ -434,6 +443,7 @@ def test_damaged_files_do_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("reference")
+@needs_meta
 def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = layer([F32] * 3, 32, 64, 0)
     type_, ne, data = tensors["blk.0.ffn_up.weight"]
@@ -460,6 +470,7 @@ def test_without_the_reference(tmp_path: Path) -> None:
 # ---- the parts
 
 
+@needs_meta
 def test_all_is_freed() -> None:
     """Each computation takes 3 MB of weights and more: 30 of them must not add up."""
     block = _demo_block.made_up()
@@ -521,6 +532,7 @@ def gemma(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     ],
 )
 @pytest.mark.slow
+@needs_meta
 def test_gemma(gemma: Path, arguments: Sequence[object], elements: list[int]) -> None:
     child = run_child("demo", "--model", gemma, *arguments)
     assert (child.returncode, child.stderr) == (0, "")
@@ -532,6 +544,7 @@ def test_gemma(gemma: Path, arguments: Sequence[object], elements: list[int]) ->
 
 
 @pytest.mark.slow
+@needs_meta
 def test_gemma_has_no_such_layer(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(capsys, ["--model", gemma, "--layer", 18])
     assert line.endswith("gemma.gguf: there is no layer 18: its layers are 0 to 17")

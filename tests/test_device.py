@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi._handles import Borrowed, Owned
@@ -46,6 +47,10 @@ def test_equality_is_that_of_the_pointer():
     assert device("CPU") == device("cpu") == Device(device("CPU").handle)
     assert len({device("CPU"), device("CPU")}) == 1
     assert device("CPU") != "CPU"
+
+
+@needs_meta
+def test_two_meta_devices_are_different():
     with MetaDevice(["CPU"], mirrored) as one, MetaDevice(["CPU"], mirrored) as other:
         assert one != other
         assert one != device("CPU")
@@ -118,6 +123,7 @@ def test_a_backend_uses_all_cores():
 
 
 @pytest.mark.parametrize("n_devs", [1, 2, 3])
+@needs_meta
 def test_so_do_the_children_of_a_meta_backend(n_devs):
     with MetaDevice(["CPU"] * n_devs, mirrored) as meta, meta.init_backend() as backend:
         assert len(backend.children) == n_devs
@@ -125,18 +131,27 @@ def test_so_do_the_children_of_a_meta_backend(n_devs):
         assert threads_used(backend) == usable_cores()
 
 
+def check_threads(device):
+    with device.init_backend(3) as backend:
+        assert threads_used(backend) == 3
+        backend.set_n_threads(1)
+        assert threads_used(backend) == 1
+        set_n_threads(backend, 2)
+        assert threads_used(backend) == 2
+        set_n_threads(backend.handle, 5)
+        assert threads_used(backend) == 5
+    with Backend(device, 2) as backend:
+        assert threads_used(backend) == 2
+
+
 def test_the_number_of_threads_can_be_set():
+    check_threads(device("CPU"))
+
+
+@needs_meta
+def test_the_number_of_threads_of_a_meta_backend_can_be_set():
     with MetaDevice(["CPU", "CPU"], mirrored) as meta:
-        with meta.init_backend(3) as backend:
-            assert threads_used(backend) == 3
-            backend.set_n_threads(1)
-            assert threads_used(backend) == 1
-            set_n_threads(backend, 2)
-            assert threads_used(backend) == 2
-            set_n_threads(backend.handle, 5)
-            assert threads_used(backend) == 5
-        with Backend(device("CPU"), 2) as backend:
-            assert threads_used(backend) == 2
+        check_threads(meta)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,18 @@ def test_aborts_are_counted(arena: Arena, counts: Counts) -> None:
     assert counts.lost == {}
 
 
+def test_what_is_only_asked_is_no_abort(arena: Arena, counts: Counts) -> None:
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_sqr(ctx, arena.tensor(4)), allocate=False)
+    buft = capi.ggml_backend_get_default_buffer_type(arena.backend)
+    galloc = capi.ggml_gallocr_new_n([buft] * 3)
+    capi.ggml_gallocr_reserve_n(galloc, graph, [2])
+    with pytest.raises(ValueError, match="is 3, expected 0 to 2"):
+        capi.ggml_gallocr_reserve_n(galloc, graph, [3])
+    capi.ggml_gallocr_free(galloc)
+    assert counts.aborts == 0
+
+
 def test_a_gguf_with_its_tensors_counts_as_two(arena: Arena, tmp_path: Any) -> None:
     gguf = arena.gguf()
     capi.gguf_add_tensor(gguf, arena.weight(4))
@@ -240,6 +252,22 @@ def test_a_graph_copy_is_freed_while_something_has_callbacks(arena: Arena) -> No
     counts = Counts()
     capi.ggml_backend_graph_copy_free(capi.ggml_backend_graph_copy(arena.backend, graph))
     assert counts.live == {}
+
+
+def test_a_callback_that_refers_to_its_owner_keeps_it(counts: Counts) -> None:
+    def attach() -> weakref.ref[Any]:
+        backend = device("CPU").init_backend(1)
+        capi.ggml_backend_cpu_set_abort_callback(backend.handle, lambda: backend is None)
+        return weakref.ref(backend)
+
+    watch = attach()
+    gc.collect()
+    kept = watch()
+    assert kept is not None and counts.live == {"ggml_backend": 1}
+    kept.close()
+    del kept
+    gc.collect()
+    assert watch() is None and counts.live == {}
 
 
 # ---- handles that are lost

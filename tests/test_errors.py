@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena, check_product
+from _release import needs
 
 import ggml_cffi
 from ggml_cffi import _runtime, capi, ffi, lib
@@ -103,6 +104,7 @@ def test_an_invalid_file_is_named(tmp_path: Path, content: bytes, reason: str) -
     assert reason in str(caught.value)
 
 
+@needs("gguf_init_from_buffer")
 def test_an_invalid_buffer() -> None:
     with pytest.raises(GGUFError, match="invalid magic characters"):
         capi.gguf_init_from_buffer(b"not a model at all", 18)

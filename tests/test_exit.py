@@ -480,3 +480,73 @@ capi.ggml_graph_print(product(cpu_backend(2), plus_one, 2)[-1])
 assert heard
 """
     ends_well(body, mode, SUBINTERPRETERS + "try_import()\n")
+
+
+# ---- after a fork
+
+FORKED = """
+def forked(work):
+    '''Do `work` in a child; give its exit code.'''
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        work()
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fresh():
+    product(cpu_backend(2), plus_one, 2)
+    with MetaDevice(["CPU"] * 2, mirrored) as meta, meta.init_backend(1) as backend:
+        product(backend.handle)
+        Buffer(capi.ggml_backend_alloc_buffer(backend.handle, 256)).close()
+"""
+
+
+@modes
+def test_after_a_fork_with_everything_open(mode: str) -> None:
+    """The child is refused what it has inherited, has things of its own, and ends well."""
+    body = """
+def work():
+    for thing in (backend, meta, meta_backend, everything.multi, everything.buffer, cpu_device):
+        try:
+            thing.handle
+        except RuntimeError as error:
+            assert f"before a fork, by process {os.getppid()}" in str(error)
+        else:
+            raise AssertionError(thing)
+    assert device("CPU") == cpu_device
+    fresh()
+    for thing in (everything.buffer, everything.multi, backend, meta_backend, meta):
+        thing.close()  # frees nothing
+
+cpu_device = device("CPU")
+assert forked(work) == 0
+assert everything.buffer.size == 256
+product(cpu, plus_one, 2)
+fresh()
+"""
+    ends_well(OPEN + FORKED + body, mode)
+
+
+@pytest.mark.parametrize("name", ["making and freeing", "splitting", "functions", "nested"])
+def test_forks_while_threads_are_at_work(name: str) -> None:
+    """Whatever lock a thread holds in that moment, the child does not wait for it."""
+    body = f"""
+{FORKED}
+{textwrap.dedent(WORK[name])}
+in_daemons(work, 3)
+assert [forked(fresh) for _ in range(12)] == [0] * 12
+"""
+    ends_well(body)
+
+
+def test_forks_of_a_pool_of_processes() -> None:
+    body = """
+import multiprocessing
+def work(i):
+    product(cpu_backend(2), plus_one, 2)
+    return i
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.map(work, range(6)) == list(range(6))
+"""
+    ends_well(body)

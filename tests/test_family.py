@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -25,13 +24,13 @@ from _fake_backend import (
     FakeDevice,
     buffer_type,
     event_of,
-    layout_is_known,
     on_free,
     patched,
+    require_layout,
 )
+from _release import needs, needs_meta
 
-from ggml_cffi import _family, _loader, capi, ffi
-from ggml_cffi._gen import capi as _gen_capi
+from ggml_cffi import capi, ffi
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, SplitError
 from ggml_cffi.meta import SplitState, split_function
 
@@ -143,9 +142,9 @@ def make(cpu, arena):
 
 
 @pytest.fixture(scope="module")
-def fake(need):
+def fake():
     """A GPU that is none, with streams and events."""
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
     return FakeDevice()
 
 
@@ -494,15 +493,21 @@ def test_supported_buffer_types(fake, cpu, device):
     assert supports(device, own) is True
     assert supports(device, buffer_type(is_host=True)) is True
     assert supports(device, buffer_type(is_host=False)) is False
-    meta = capi.ggml_backend_meta_device([device, device], mirrored)
-    assert supports(meta, own) is False
-    assert supports(meta, capi.ggml_backend_dev_buffer_type(meta)) is True
-    other = capi.ggml_backend_meta_device([device] * 3, mirrored)
-    assert supports(meta, capi.ggml_backend_dev_buffer_type(other)) is False
     with pytest.raises(ValueError, match="buft must not be NULL or None"):
         supports(device, None)
     with pytest.raises(ValueError, match="device must not be NULL or None"):
         supports(None, own)
+
+
+@needs_meta
+@covers("dev_supports_buft")
+def test_buffer_types_that_a_meta_device_supports(cpu, device):
+    supports = capi.ggml_backend_dev_supports_buft
+    meta = capi.ggml_backend_meta_device([device, device], mirrored)
+    assert supports(meta, capi.ggml_backend_get_default_buffer_type(cpu)) is False
+    assert supports(meta, capi.ggml_backend_dev_buffer_type(meta)) is True
+    other = capi.ggml_backend_meta_device([device] * 3, mirrored)
+    assert supports(meta, capi.ggml_backend_dev_buffer_type(other)) is False
 
 
 @covers("dev_offload_op")
@@ -532,20 +537,6 @@ def test_a_cpu_backend(device):
     capi.ggml_backend_free(other)
     with pytest.raises(ValueError, match="backend must not be NULL or None"):
         capi.ggml_backend_get_device(None)
-
-
-def test_a_cpu_backend_where_the_cpu_is_a_loadable_module(monkeypatch):
-    """Such a build has no C function of that name; the device that the module brings does it."""
-    monkeypatch.setattr(_loader, "lib", object())
-    spec = importlib.util.spec_from_file_location("ggml_cffi._other_family", _family.__file__)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert set(module.__all__) == {*_family.__all__, "ggml_backend_cpu_init"}
-    computes(module.ggml_backend_cpu_init())
-    monkeypatch.setattr(_gen_capi, "ggml_backend_dev_by_type", lambda type: None)
-    with pytest.raises(NotSupportedError, match="ggml-cpu is a loadable module in this build"):
-        module.ggml_backend_cpu_init()
 
 
 @covers("get_device")
@@ -687,6 +678,7 @@ def test_plans(cpu, arena):
 
 
 @covers("graph_plan_create graph_plan_compute graph_plan_free")
+@needs_meta
 def test_a_backend_without_plans(arena, device):
     meta = capi.ggml_backend_dev_init(capi.ggml_backend_meta_device([device], mirrored))
     arena.callback(capi.ggml_backend_free, meta)
@@ -787,6 +779,7 @@ def by_rows(info, n_devs):
 
 @covers("meta_device")
 @pytest.mark.parametrize("n", [1, 2, 3])
+@needs_meta
 def test_a_meta_device_computes_in_shares(device, n):
     asked = []
 
@@ -806,6 +799,7 @@ def test_a_meta_device_computes_in_shares(device, n):
 
 
 @covers("meta_device")
+@needs_meta
 def test_the_latch_of_a_meta_device(device):
     def split(info, n_devs):
         raise KeyError(info.name)
@@ -821,6 +815,7 @@ def test_the_latch_of_a_meta_device(device):
 
 
 @covers("meta_device")
+@needs_meta
 def test_meta_devices_of_wrong_lists(device):
     make = capi.ggml_backend_meta_device
     meta = make([device], mirrored)
@@ -961,6 +956,7 @@ def test_registering_a_device():
     ]
 
 
+@needs("libggml-cpu")
 @covers("unload")
 def test_unloading_the_backend_that_is_built_in():
     """It is only struck off the list: what uses it goes on."""
@@ -1020,7 +1016,7 @@ def module(need, tmp_path_factory):
     """Compile a loadable backend: `module(api=..., score=...)` gives its path."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     need(compiler, "C compiler")
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
 
     def compile(
         folder: Path | None = None, name: str = "tests", api: int = 2, score: int = 1
@@ -1036,6 +1032,7 @@ def module(need, tmp_path_factory):
 
 
 @covers("load unload")
+@needs("0.13: a module is not registered twice")
 def test_loading_and_unloading(module):
     path = module()
     shown = child(f"""
@@ -1083,6 +1080,7 @@ def test_modules_that_do_not_fit(module):
 
 
 @covers("load_all")
+@needs("0.13: a module is not registered twice")
 def test_loading_all(module, tmp_path):
     """ggml looks for the names of its backends beside the program and in the current folder."""
     code = """

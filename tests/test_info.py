@@ -108,8 +108,11 @@ ALL = ["ggml", "ggml-base", "ggml-cpu", "ggml-blas", "ggml-rpc", "ggml-vulkan", 
 
 
 def test_reasons(tmp_path: Path) -> None:
+    module = tmp_path / "libggml-cpu-haswell.so"
+    modules = []
+
     def reasons(libraries: list[str], registered: dict[str, int], **environ: str) -> dict[str, str]:
-        return _info.missing_backends(libraries, tmp_path, registered, environ)
+        return _info.missing_backends(libraries, modules, registered, environ)
 
     none = reasons(["ggml", "ggml-base", "ggml-cpu"], {"CPU": 1})
     assert none["Vulkan"] == "this ggml was built without it (no libggml-vulkan)"
@@ -126,8 +129,7 @@ def test_reasons(tmp_path: Path) -> None:
     assert off == {"Vulkan": "this ggml has it, but GGML_DISABLE_VULKAN is set"}
     reason = "libggml-vulkan is there, but did not register itself (is its driver?)"
     assert reasons(ALL, every) == {"Vulkan": reason}
-    module = tmp_path / "libggml-cpu-haswell.so"
-    module.touch()
+    modules.append(module)
     loadable = reasons(["ggml", "ggml-base"], {})
     assert loadable["CPU"].startswith("a loadable module that was not loaded")
     assert loadable["CPU"].endswith(str(module))

@@ -19,9 +19,10 @@ from _fake_backend import layout_is_known
 from leaks import callbacks, costs, handles, objects
 from leaks.__main__ import all_cycles
 
-from codegen import ROOT
+from codegen import ROOT, pin
 from codegen.annotations import load
-from ggml_cffi import diagnostics
+from ggml_cffi import capi, diagnostics
+from ggml_cffi._gen.build_info import GGML_VERSION
 
 TESTS = Path(__file__).resolve().parent
 
@@ -32,7 +33,7 @@ ALLOCATED = 6
 #: that ggml makes, a result of training of 96 bytes, fill twice as many.
 RESIDENT = 12 * 4096
 
-#: Half of a batch's cycles may leave an object by chance, of the interpreter's own.
+#: Python objects that a cycle may leave, for some are the interpreter's own.
 OBJECTS = 0.05
 
 NAMES = [name for name, *_ in all_cycles()]
@@ -62,6 +63,9 @@ def results(need: Callable[[object, str], None]) -> Results:
 def left_by(results: Results, name: str) -> dict[str, Any]:
     left = results[name]
     assert not left["error"], left["error"]
+    if left["missing"]:
+        assert capi.__coverage__.absent, left["missing"]
+        pytest.skip(left["missing"])
     return left
 
 
@@ -95,7 +99,9 @@ def test_memory_does_not_grow(results: Results, name: str) -> None:
 
 
 def test_every_kind_of_handle_is_tried() -> None:
-    assert set(handles.HANDLES) == set(diagnostics.live_handles())
+    have, tried = set(diagnostics.live_handles()), set(handles.HANDLES)
+    assert not have - tried
+    assert have == tried or capi.__coverage__.absent
     assert all(handle.fails for handle in handles.HANDLES.values())
 
 
@@ -137,6 +143,9 @@ def test_objects_of_python_are_seen(results: Results) -> None:
 
 # ---- what is known to be left
 
+of_the_pin = pytest.mark.skipif(
+    pin()["ggml"] != GGML_VERSION, reason="the figures are those of the default release"
+)
 LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 #: By name of the cycle: the guard class and the bytes that docs/limits.md says.
 STATED = {
@@ -145,6 +154,7 @@ STATED = {
 }
 
 
+@of_the_pin
 @pytest.mark.parametrize("name", costs.ABORTS)
 def test_each_caught_abort_is_counted(results: Results, name: str) -> None:
     left = left_by(results, f"abort: {name}")
@@ -154,6 +164,7 @@ def test_each_caught_abort_is_counted(results: Results, name: str) -> None:
     assert growth(left) == {**NOTHING, "lost": left["lost"]}
 
 
+@of_the_pin
 @pytest.mark.own_memory
 @pytest.mark.parametrize("name", costs.ABORTS)
 def test_what_a_caught_abort_costs(results: Results, name: str) -> None:
@@ -174,6 +185,7 @@ def test_what_a_meta_device_leaves(results: Results) -> None:
     assert left["objects"] <= 12 * left["n"]
 
 
+@of_the_pin
 @pytest.mark.own_memory
 def test_what_a_meta_device_costs(results: Results) -> None:
     left = left_by(results, "meta device")

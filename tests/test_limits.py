@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from _release import PINNED
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = {-signal.SIGSEGV, -signal.SIGABRT}
@@ -43,7 +44,10 @@ def test_a_graph_too_large_for_a_scheduler() -> None:
         print("after")
     """
     ended = child(body.format(first=""))
-    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    if PINNED or ended.returncode != 1:
+        assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    else:  # a newer release that looks at its failed allocation
+        assert "GGMLError: ggml_backend_sched_alloc_graph: " in ended.stderr
     refused = child(
         body.format(first="capi.ggml_backend_sched_reserve(scheduler, graph_of(1 << 44))")
     )
@@ -108,11 +112,12 @@ def test_memory_that_runs_out_in_c_code() -> None:
     """Where not even a few kilobytes are left; more is looked at, or tried, before."""
     ended = child("""
         import ctypes, re, resource
+        from pathlib import Path
         malloc = ctypes.CDLL(None).malloc
         malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         kind = int(capi.GGML_TYPE_IQ3_S)
         print("before", flush=True)
-        size = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+        size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
         resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024, resource.RLIM_INFINITY))
         for block in (1 << 20, 1 << 16, 1 << 12):
             while malloc(block):

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi.device import Device, device
 from ggml_cffi.errors import AbortError, SplitError
 from ggml_cffi.meta import MetaDevice, SplitAxis, SplitState, TensorInfo, split_function
+
+pytestmark = needs_meta
 
 F32, Q4_0 = capi.GGML_TYPE_F32, capi.GGML_TYPE_Q4_0
 MIRRORED = SplitState.mirrored()

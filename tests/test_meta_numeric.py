@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from _compute import Arena
+from _release import PINNED, needs, needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi.device import device
@@ -19,6 +20,9 @@ from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
 
 COUNTS = [int(n) for n in (os.environ.get("GGML_CFFI_TEST_META") or "2,3").split(",")]
+pytestmark = needs_meta
+needs_nr = needs("struct ggml_backend_meta_split_state.nr")
+
 F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
 MIRRORED = SplitState.mirrored()
 
@@ -311,7 +315,13 @@ def attention(q, k, v, n_heads, n_kv):
     return out.transpose(1, 0, 2).reshape(tokens, n_heads * d)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["three segments", "nr = (1, 2)"])
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        pytest.param(False, id="three segments"),
+        pytest.param(True, id="nr = (1, 2)", marks=needs_nr),
+    ],
+)
 def test_grouped_query_attention(n_devs, rng, grouped):
     """Attention with fewer key heads than query heads, from one fused weight, heads by device."""
     n, d, n_kv, tokens = 18, 8, n_devs + 1, 6
@@ -347,7 +357,7 @@ def test_grouped_query_attention(n_devs, rng, grouped):
     close(result, attention(q, k, v, n_heads, n_kv) @ out.T, 1e-4)
 
 
-@pytest.mark.parametrize("nr", [2, 1])
+@pytest.mark.parametrize("nr", [pytest.param(2, marks=needs_nr), 1])
 def test_gate_and_up_in_one_weight(n_devs, rng, nr):
     """A fused gate/up: one segment that stands twice, not one of twice the width."""
     n, hidden, tokens = 10, 12, 4
@@ -367,6 +377,7 @@ def test_gate_and_up_in_one_weight(n_devs, rng, nr):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
+@needs_nr
 def test_segments_are_written_and_read_in_order(n_devs, rng, axis):
     """What the host sees of a segmented weight is the whole tensor in its own order."""
     shape = (5, 18) if axis == 0 else (18, 5)
@@ -570,7 +581,8 @@ def test_garbage_in_the_compute_buffer_and_an_empty_share(n_devs, rng):
         return mended(ctx, down, capi.ggml_mul_mat(ctx, up, x))
 
     with spread(n_devs, states) as meta:
-        assert np.isnan(run(meta, weights, inputs, build, fill=255)).any()
+        if PINNED:  # what other releases compute here they may do right
+            assert np.isnan(run(meta, weights, inputs, build, fill=255)).any()
         close(run(meta, weights, inputs, build, fill=0), y)
 
 
@@ -604,7 +616,7 @@ def test_a_view_that_narrows_a_weight_along_its_cut(n_devs, rng, axis):
         close(run(meta, weights, inputs, build), expected)
 
 
-@pytest.mark.parametrize("nr", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("nr", [(1, 1), pytest.param((2, 3), marks=needs_nr)])
 def test_a_segmented_result_is_read_device_by_device(n_devs, rng, nr):
     """ggml forgets the segments of a product: who reads it has to put it in order."""
     ne = [[1, 3], [4, 2]] if n_devs == 2 else [[1, 0, 3], [2, 3, 1]]
@@ -870,7 +882,8 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
             *_, result, graph = made[i]
             close(compute(meta, graph, result), slices.expected[i])
         *tensors, graph = made[0]
-        differs(compute(meta, graph, tensors[-1]), slices.expected[0])
+        if PINNED:  # another release may as well abort
+            differs(compute(meta, graph, tensors[-1]), slices.expected[0])
         for tensor in tensors:
             capi.ggml_backend_buffer_init_tensor(tensor.buffer, tensor)
         close(compute(meta, graph, tensors[-1]), slices.expected[0])

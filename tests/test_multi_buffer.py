@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi.buffer import Buffer, MultiBuffer
@@ -249,6 +250,7 @@ def test_closing_what_a_child_needs_closes_the_multi_buffer():
     assert multi.closed
 
 
+@needs_meta
 def test_buffers_of_a_meta_device():
     def halves(info, n_devs):
         return SplitState.by_ratio(info, 1, [1] * n_devs)
@@ -280,6 +282,7 @@ def test_capi_takes_lists(make):
     capi.ggml_backend_buffer_free(multi)
 
 
+@needs_meta
 def test_interpreter_exit_with_all_open():
     """Nothing is freed at exit, in whatever order; and nothing is printed."""
     code = """

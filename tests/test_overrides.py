@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from _compute import F32, Arena
+from _release import needs
 
 from ggml_cffi import _overrides, capi, enums, ffi, lib
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError
@@ -80,6 +81,7 @@ def whole(tensor):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies(cpu, matrix, is_async):
     suffix, first = ("_async", (cpu,)) if is_async else ("", ())
     set_2d = getattr(capi, "ggml_backend_tensor_set_2d" + suffix)
@@ -99,6 +101,7 @@ def test_2d_copies(cpu, matrix, is_async):
     assert not found[:, 2:].any()
 
 
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies_take_any_buffer_and_bare_pointers(matrix):
     capi.ggml_backend_tensor_set_2d(matrix, b"\0" * 8, 0, 4, 2, 24, 4)
     assert whole(matrix)[:2, 0].tolist() == [0, 0]
@@ -111,6 +114,7 @@ def test_2d_copies_take_any_buffer_and_bare_pointers(matrix):
 
 
 @pytest.mark.parametrize(("size", "n_copies"), [(0, 5), (8, 0), (0, 1 << 60)])
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies_of_nothing(matrix, size, n_copies):
     before = whole(matrix)
     capi.ggml_backend_tensor_set_2d(matrix, b"", 4, size, n_copies, 1, 1)
@@ -134,6 +138,7 @@ def test_2d_copies_of_nothing(matrix, size, n_copies):
     ],
 )
 @pytest.mark.parametrize("name", ["set", "get"])
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies_out_of_bounds(cpu, matrix, numbers, words, name):
     before = whole(matrix)
     data = np.zeros(16, np.float32)
@@ -144,6 +149,7 @@ def test_2d_copies_out_of_bounds(cpu, matrix, numbers, words, name):
     np.testing.assert_array_equal(whole(matrix), before)
 
 
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies_with_wrong_arguments(cpu, arena, matrix):
     data = np.zeros(4, np.float32)
     with pytest.raises(ValueError, match="tensor must not be"):
@@ -170,6 +176,7 @@ def test_2d_copies_with_wrong_arguments(cpu, arena, matrix):
 
 
 @pytest.mark.parametrize("suffix", ["", "_async"])
+@needs("ggml_backend_tensor_set_2d")
 def test_2d_copies_into_a_partial_weight_are_whole(suffix):
     """ggml reads all of what a tensor needs from the first piece, whatever the piece's size."""
     with MetaDevice(["CPU", "CPU"], lambda info, n_devs: {"axis": SplitAxis.PARTIAL}) as device:

@@ -5,6 +5,7 @@ Each refused call stands next to one as near to it as can be that is right and c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import F32, Arena
-from _fake_backend import FakeDevice, buffer_type, layout_is_known
+from _fake_backend import FakeDevice, buffer_type, require_layout
+from _release import has, require
 
 from ggml_cffi import capi, ffi
 from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
@@ -114,6 +116,7 @@ class Case:
     wrong: Build
     right: Build
     expected: Callable[..., Any]  # from the data of the tensors of `right`
+    needs: tuple[str, ...] = ()  # what not every release has
 
     @property
     def function(self) -> str:
@@ -193,6 +196,7 @@ BUILT = [
             (g - x * (g * x).sum(-1, keepdims=True) / (x * x).sum(-1, keepdims=True))
             / np.sqrt((x * x).mean(-1, keepdims=True))
         ),
+        ("0.15: the right result of ggml_rms_norm_back",),
     ),
     Case(
         "soft_max_ext_back",
@@ -470,6 +474,7 @@ COMPUTED = [
         lambda t: hinted(t, t(8, 4)),
         lambda t: hinted(t, t(2, 2, data=[1, 1, 1, -1])),
         lambda h, b: b @ h.T / np.sqrt(2),
+        ("GGML_HINT_SRC0_IS_HADAMARD",),
     ),
     Case(
         "mul_mat:a transposed second matrix",
@@ -520,6 +525,7 @@ def hinted(t: Bench, matrix: Any) -> Any:
 
 @pytest.mark.parametrize("case", COMPUTED, ids=names(COMPUTED))
 def test_refused_where_the_cpu_computes_it(bench: Bench, case: Case) -> None:
+    require(*case.needs)
     result = case.wrong(bench)
     op = capi.ggml_op_desc(result)
     with pytest.raises(ValueError, match=f"ggml_backend_graph_compute: .*cpu_can.*: {op} .*of "):
@@ -528,6 +534,7 @@ def test_refused_where_the_cpu_computes_it(bench: Bench, case: Case) -> None:
 
 @pytest.mark.parametrize("case", BUILT + COMPUTED, ids=names(BUILT + COMPUTED))
 def test_its_neighbour_computes_right(bench: Bench, case: Case) -> None:
+    require(*case.needs)
     found = bench.run(case.right(bench))
     expected = np.asarray(case.expected(*bench.data()))
     assert found.size == expected.size
@@ -643,6 +650,7 @@ ONLY_F32: list[Arguments] = [(F32,)]
 NO_FLOATS: list[Arguments] = [(I32,), (I8,), (Q4_0,), (Q8_0,)]
 NO_HALVES = [(BF16,), *NO_FLOATS]
 NO_F32 = [(F16,), *NO_HALVES]
+FILL_F16 = "0.15: ggml_fill of F16"
 PAIRS: list[Arguments] = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32)]
 NO_PAIRS: list[Arguments] = [
     *((F32, I32), (I32, I32), (F32, F16), (F32, BF16), (F16, BF16), (I32, F32), (F32, Q8_0))
@@ -666,7 +674,9 @@ ASSERTED = [
     ],
     Asserted("leaky_relu", one("leaky_relu", 0.5, False), NO_HALVES, HALVES),
     Asserted("clamp", one("clamp", -1, 1), NO_HALVES, HALVES),
-    Asserted("fill", one("fill", 3), NO_HALVES, HALVES),
+    Asserted(
+        "fill", one("fill", 3), NO_HALVES, HALVES if has("0.15: ggml_fill of F16") else ONLY_F32
+    ),
     *[
         Asserted(function, one(function), NO_F32, ONLY_F32)
         for function in ("sum_rows", "mean", "argmax", "soft_max", "soft_max_inplace")
@@ -811,6 +821,7 @@ def test_nothing_else_is_refused(cpu: Any, case: Asserted) -> None:
 
 @pytest.fixture
 def meta(cpu: Any) -> Iterator[Any]:
+    require("ggml_backend_meta_device")
     with MetaDevice(["CPU", "CPU"], lambda tensor, n_devs: SplitState.mirrored()) as device:
         backend = capi.ggml_backend_dev_init(device.handle, None)
         yield backend
@@ -858,7 +869,9 @@ def experts(t: Bench, ids: Any) -> Any:
 
 def scan(t: Bench, ids: Any) -> Any:
     x, dt, a, b = t(1, 1, 1, 2), t(1, 1, 2), t(1, 1), t(4, 1, 1, 2)
-    return capi.ggml_ssm_scan(t.ctx, t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids, 1)
+    operands = (t(4, 1, 1, 3), x, dt, a, b, t(4, 1, 1, 2), ids)
+    n_snapshots = len(inspect.signature(capi.ggml_ssm_scan).parameters) - 1 - len(operands)
+    return capi.ggml_ssm_scan(t.ctx, *operands, *[1] * n_snapshots)  # older releases have none
 
 
 INDEXED = [
@@ -974,11 +987,9 @@ def test_indices_through_a_scheduler(case: Indexed, threads: int) -> None:
 
 @THREADS
 @pytest.mark.parametrize("viewed", [False, True], ids=["plain", "view"])
-def test_indices_that_a_scheduler_copies(
-    threads: int, viewed: bool, need: Callable[[object, str], None]
-) -> None:
+def test_indices_that_a_scheduler_copies(threads: int, viewed: bool) -> None:
     """They lie on another device: what counts is what is there, not the copy of the time before."""
-    need(layout_is_known(), "ggml whose private structs are as in _fake_backend.py")
+    require_layout()
     far = buffer_type(is_host=False)
     other = capi.ggml_backend_dev_init(FakeDevice("Far0", buffers=far).pointer)
     backend = capi.ggml_backend_cpu_init()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typed_sample
+from _release import needs_meta
 
 import ggml_cffi
 from ggml_cffi import capi
@@ -83,6 +84,7 @@ def test_every_function_is_documented() -> None:
     assert bare == []
 
 
+@needs_meta
 def test_sample_runs() -> None:
     typed_sample.main()
 

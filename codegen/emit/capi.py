@@ -178,10 +178,10 @@ def _function(binding: Binding, bound: Bound) -> str:
     conversion, passed = _conversions(binding, bound)
     call = f"_c_{bound.name}({', '.join(passed)})"
     callbacks = [arg for arg in bound.args if arg.kind == "callback"]
-    if _releases(binding, bound):  # another object may soon have its address, and callbacks
+    if _released(bound):  # another object may soon have its address, and callbacks
         body.append("_n = _owners and _newest()")
     plain = bound.returns == "pointer" and bound.null == "error" and bound.visible
-    straight = plain and not (bound.outs or callbacks or _releases(binding, bound))
+    straight = plain and not (bound.outs or callbacks or _released(bound))
     if straight:  # the shape of most calls, and the one whose speed counts
         attempt = [*conversion, f"if _r := {call}:", "    return _r"]
         after = [f'raise _failed("{bound.name}", {shown})']
@@ -387,9 +387,9 @@ def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
     else:  # void, struct
         lines += ["if _error():", f"    {fail}"]
         value = None if kind == "void" else "_r"
-    if _releases(binding, bound):
+    if _released(bound):
         # freed or lost, nothing calls the callbacks any more; but the error must be read first
-        release = ["if _n:", f"    _release({bound.visible[0].name}, _n)"]
+        release = ["if _n:", f"    _release({_released(bound)}, _n)"]
         lines[-1:] = [
             lines[-1].replace("raise ", "_e = "), *(f"    {line}" for line in release),
             "    raise _e", *release,
@@ -412,10 +412,15 @@ def _out_value(binding: Binding, arg: Arg) -> str:
     )
 
 
-def _releases(binding: Binding, bound: Bound) -> bool:
-    """Whether the callbacks of its first argument are gone after the function."""
-    frees = bound.guard == "nothrow" or bound.releases
-    return frees and bool(bound.visible) and "pointer" in bound.visible[0].kind
+def _released(bound: Bound) -> str:
+    """The parameter whose callbacks are gone after the function, "" if there is none."""
+    if bound.frees:
+        arg = bound.args[bound.freed]
+    elif (bound.guard == "nothrow" or bound.releases) and bound.visible:
+        arg = bound.visible[0]
+    else:
+        return ""
+    return arg.name if "pointer" in arg.kind else ""
 
 
 # ---- docstrings

@@ -24,6 +24,7 @@ int64_t ggml_cffi_live_handles(int kind);
 int64_t ggml_cffi_leaked_handles(int kind);
 uint64_t ggml_cffi_caught_aborts(void);
 int64_t ggml_cffi_remembered(void);
+int ggml_cffi_n_buffers(struct ggml_gallocr *galloc);
 void ggml_cffi_note_threads(struct ggml_backend *backend, int n);
 void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
 void ggml_cffi_set_user_abort(bool wanted);

@@ -11,6 +11,7 @@ import _thread
 import atexit
 import itertools
 import operator
+import os
 import sys
 import threading
 import traceback
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ._gen.tables import KINDS
-from ._loader import ffi, lib
+from ._loader import ffi, lib, load_backends
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
@@ -42,6 +43,14 @@ _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
 _replacing = threading.RLock()
 _newest = 0
+
+
+def _renew_locks() -> None:
+    global _lock, _replacing
+    _lock, _replacing = threading.RLock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)  # as in _handles.py
 
 
 class Registration:
@@ -494,4 +503,5 @@ def _device_of(value: Any) -> Any:
 
 
 lib.ggml_cffi_install()
+load_backends()  # what ggml says of them goes to our log
 atexit.register(flush)  # a line that ggml has only begun

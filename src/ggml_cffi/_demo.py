@@ -13,7 +13,6 @@ import numpy as np
 
 from . import _demo_block, _demo_check, _demo_gguf, capi
 from ._demo_block import FeedForward, Weight
-from ._loader import load_backends
 from .device import Device
 from .errors import SplitError
 from .meta import MetaDevice, SplitState
@@ -114,7 +113,6 @@ def _run(block: FeedForward, ratios: Sequence[float]) -> int:
 
 
 def _cpu() -> Device:
-    load_backends()  # some builds of ggml have their backends in loadable modules
     found = capi.ggml_backend_dev_by_type(capi.GGML_BACKEND_DEVICE_TYPE_CPU)
     if found is None:
         raise UsageError("this ggml has no CPU device (python -m ggml_cffi info says why)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ._gen.enums import ggml_backend_buffer_usage, ggml_backend_dev_type
-from ._loader import lib, load_backends
 from .errors import NotSupportedError
 
 __all__ = [
@@ -61,26 +60,3 @@ def _device_type(name: str) -> ggml_backend_dev_type:
         return ggml_backend_dev_type[full]
     except KeyError:
         raise NotSupportedError(f"this ggml has no {full}") from None
-
-
-if not hasattr(lib, "ggml_backend_cpu_init"):
-    from ._gen import capi as _capi
-    from ._gen import types as _types
-
-    def ggml_backend_cpu_init() -> _types.ggml_backend:
-        """Make a CPU backend, where ggml-cpu is a loadable module; loads that of the package.
-
-        Raises NotSupportedError if there is none.
-        """
-        device = _capi.ggml_backend_dev_by_type(_device_type("CPU"))
-        if device is None:
-            load_backends()
-            device = _capi.ggml_backend_dev_by_type(_device_type("CPU"))
-        if device is None:
-            raise NotSupportedError(
-                "ggml_backend_cpu_init: ggml-cpu is a loadable module in this build and none is "
-                "loaded; ggml_backend_load(path) or ggml_backend_load_all() loads one"
-            )
-        return _capi.ggml_backend_dev_init(device)
-
-    __all__ += ["ggml_backend_cpu_init"]

@@ -73,17 +73,26 @@ class Closing:
         self.close()
 
 
+def _check_process(thing: object, pid: int) -> None:
+    """What a fork has copied is refused: threads, locks and devices of its own are not there."""
+    if pid != os.getpid():
+        name = type(thing).__name__
+        raise RuntimeError(f"the {name} was made before a fork, by process {pid}")
+
+
 class Borrowed(Generic[_Handle]):
     """Something of ggml that is never freed, or that belongs to another object."""
 
     def __init__(self, handle: _Handle, keep: object = None) -> None:
+        self._pid = os.getpid()
         self._handle = handle
         self._address = address(handle)
         self._keep = keep  # what the handle belongs to
 
     @property
     def handle(self) -> _Handle:
-        """The pointer, for `capi`."""
+        """The pointer, for `capi`. Raises RuntimeError after a fork, in the child."""
+        _check_process(self, self._pid)
         return self._handle
 
     def __eq__(self, other: object) -> bool:
@@ -135,6 +144,15 @@ class _Resource:
 
 
 _lock = threading.RLock()  # the collector may drop one while another is dropped
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# A thread of the parent's may have held it: there is nobody in the child who would release it.
+os.register_at_fork(after_in_child=_renew_lock)
 _lost: list[_Resource] = []
 
 
@@ -201,12 +219,13 @@ class Owned(Closing, Generic[_Handle]):
 
     @property
     def handle(self) -> _Handle:
-        """The pointer, for `capi`. Raises ValueError once the object is closed."""
+        """The pointer, for `capi`.
+
+        Raises ValueError once the object is closed, and RuntimeError after a fork, in the child.
+        """
         if self.closed:
             raise ValueError(f"the {type(self).__name__} {self._gone()}")
-        if self._resource.pid != os.getpid():
-            name, pid = type(self).__name__, self._resource.pid
-            raise RuntimeError(f"the {name} was made before a fork, by process {pid}")
+        _check_process(self, self._resource.pid)
         handle: _Handle = self._resource.handle
         return handle
 

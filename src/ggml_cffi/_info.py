@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from . import capi
 from ._handles import Handle
-from ._loader import LIBS, ffi, lib, library_files, load_backends
+from ._loader import ffi, lib, library_files, module_files
 from ._runtime import invoke
 from .device import Device, devices
 
@@ -67,7 +67,6 @@ def build_info() -> Any:
 
 def collect() -> Info:
     """Gather all that the command tells."""
-    load_backends()
     build = build_info()
     return {
         "python": {
@@ -84,7 +83,7 @@ def collect() -> Info:
         "libraries": _libraries(build),
         "devices": [_device(device) for device in devices()],
         "missing_backends": missing_backends(
-            build.LIBRARIES, _module_folder(build.SYSTEM_LIBDIR), _registered(), os.environ
+            build.LIBRARIES, module_files(build), _registered(), os.environ
         ),
     }
 
@@ -93,7 +92,7 @@ def _libraries(build: Any) -> dict[str, str]:
     """The files that serve: the linked libraries, and the modules that were loaded."""
     found = {name: _serving_file(name, path) for name, path in library_files(build).items()}
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-    for path in sorted(_module_folder(build.SYSTEM_LIBDIR).glob("libggml-*.so")):
+    for path in module_files(build):
         file = os.path.realpath(path)
         if file not in found.values() and f" {file}\n" in maps:
             found[path.stem.removeprefix("lib")] = file
@@ -103,10 +102,6 @@ def _libraries(build: Any) -> dict[str, str]:
 def _serving_file(library: str, expected: Path) -> str:
     path = lib.ggml_cffi_library_of(library.encode())  # NULL: a backend's, which we never call into
     return os.path.realpath(os.fsdecode(ffi.string(path)) if path else expected)
-
-
-def _module_folder(system: str | None) -> Path:
-    return LIBS if system is None else Path(system)
 
 
 def _device(device: Device) -> DeviceInfo:
@@ -151,18 +146,22 @@ def _registered() -> dict[str, int]:
 
 
 def missing_backends(
-    libraries: list[str], modules: Path, registered: Mapping[str, int], environ: Mapping[str, str]
+    libraries: list[str],
+    modules: list[Path],
+    registered: Mapping[str, int],
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Why an expected backend has no device: backend → reason.
 
-    `libraries` are those that the extension is linked to, `modules` is the folder where loadable
-    backends would lie, `registered` gives the number of devices of each backend in the registry.
+    `libraries` are those that the extension is linked to, `modules` the loadable backends,
+    `registered` gives the number of devices of each backend in the registry.
     """
     reasons = {}
     for name, (library, switch) in EXPECTED.items():
         if registered.get(name):
             continue
-        loadable = sorted(modules.glob(f"lib{library}*.so")) if library not in libraries else []
+        own = [path for path in modules if path.name.startswith(f"lib{library}")]
+        loadable = own if library not in libraries else []
         if name in registered and name == "RPC":
             reason = "ready, but no server was added"
         elif name in registered:
@@ -197,7 +196,8 @@ def _lines(info: Info) -> list[str]:
         f"ggml        {ggml['version']} (commit {ggml['commit']}), from {ggml['built_against']}",
         "libraries",
     ]
-    lines += [f"  {name:<10}{path}" for name, path in info["libraries"].items()]
+    width = max(10, *(len(name) + 1 for name in info["libraries"]))
+    lines += [f"  {name:<{width}}{path}" for name, path in info["libraries"].items()]
     lines.append("devices" if info["devices"] else "devices     none")
     for device in info["devices"]:
         free, total = device["memory_free"] / 2**30, device["memory_total"] / 2**30

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -17,12 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ffi", "lib", "library_files", "load_backends"]
+__all__ = ["ffi", "lib", "library_files", "load_backends", "module_files"]
 
 PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
 
 _REBUILD = "install the package anew (python -m pip install --force-reinstall .)"
+_STANDS_IN = (
+    "Another ggml in this process stands in for it: import ggml_cffi before that one, and without "
+    "GGML_CFFI_NO_DEEPBIND"
+)
 _SANITIZERS = ("libasan", "libtsan", "libubsan", "liblsan", "libclang_rt.")
 _import_lock = threading.Lock()  # the dlopen flags are the interpreter's, not the thread's
 
@@ -34,23 +39,31 @@ def library_files(info: ModuleType) -> dict[str, Path]:
     return {name: Path(info.SYSTEM_LIBDIR, f"lib{name}.so") for name in info.LIBRARIES}
 
 
+def module_files(info: ModuleType) -> list[Path]:
+    """Give the backends that came with this ggml as loadable modules."""
+    if info.SYSTEM_LIBDIR is not None:
+        return [Path(path) for path in info.SYSTEM_MODULES]
+    return sorted(p for p in LIBS.glob("libggml-*.so") if info.PREFIX_KEY not in p.name)
+
+
 def load_backends() -> None:
-    """Load the backends that came as loadable modules with a copied ggml, if any.
+    """Load the backends that are loadable modules, if any: then they are there as linked ones are.
 
-    A ggml built with GGML_BACKEND_DL looks for them where it was installed or beside the Python
-    executable, so ``ggml_backend_load_all`` alone does not find the copies. Calling it again loads
-    nothing anew.
+    The package does so when it is imported. ggml looks for them where it was installed or beside
+    the Python executable, so ``ggml_backend_load_all`` alone does not find copies. Calling it again
+    loads nothing anew.
     """
-    modules = [path for path in LIBS.glob("libggml-*.so") if _PREFIX_KEY not in path.name]
-    if not modules:
-        return
-    import ctypes
+    info = _build_info()
+    modules = module_files(info)
+    if modules and info.SYSTEM_LIBDIR is None:
+        import ctypes
 
-    for path in modules:
-        # First with our flags: ggml's dlopen would let another ggml of the process serve them.
-        with contextlib.suppress(OSError):  # for another processor, or without its driver
-            ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
-    lib.ggml_backend_load_all_from_path(os.fsencode(LIBS))
+        for path in modules:
+            # First with our flags: ggml's dlopen would let another ggml of the process serve them.
+            with contextlib.suppress(OSError):  # for another processor, or without its driver
+                ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
+    for folder in dict.fromkeys(path.parent for path in modules):
+        lib.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
 def _check_platform() -> None:
@@ -148,8 +161,7 @@ def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleTyp
             ) from error
         except ImportError as error:
             raise ImportError(
-                f"the extension of ggml_cffi cannot be loaded: {error}. {_what_lies_there(info)}"
-                f"{_REBUILD[0].upper()}{_REBUILD[1:]}",
+                f"the extension of ggml_cffi cannot be loaded: {error}. {_what_is_there(info)}",
                 name=name,
                 path=error.path,
             ) from error
@@ -157,20 +169,37 @@ def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleTyp
             sys.setdlopenflags(before)
 
 
-def _what_lies_there(info: ModuleType) -> str:
-    """Say which ggml is in the system's folder now: another one may lack what is linked to."""
+def _what_is_there(info: ModuleType) -> str:
+    """Say which ggml is loaded, or lies in the system's folder, now: it may lack what is needed."""
+    rebuild = f"{_REBUILD[0].upper()}{_REBUILD[1:]}"
     if info.SYSTEM_LIBDIR is None:
-        return ""
+        return rebuild
+    expected = library_files(info)["ggml-base"]
+    text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {expected}"
+    for path in _loaded("ggml-base"):
+        if os.path.dirname(path) != os.path.realpath(info.SYSTEM_LIBDIR):  # maps has no links
+            return f"{text}, but it is served by {_ggml_in(path)} in {path}. {_STANDS_IN}"
+    for found in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
+        if about := _ggml_in(str(found)):
+            return f"{text}; {found} is {about} now. {rebuild}"
+    return f"{text}; there is no libggml-base.so that can be loaded now. {rebuild}"
+
+
+def _loaded(library: str) -> list[str]:
+    """The files of this library in the process, whoever loaded them."""
+    found = re.findall(rf"^(?:\S+ +){{5}}(/.*/lib{library}\.so[\d.]*)$", _memory_maps(), re.M)
+    return list(dict.fromkeys(found))
+
+
+def _ggml_in(path: str) -> str:
+    """The version and commit that a library tells, in words; "" if it tells none."""
     import ctypes
 
-    text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {info.SYSTEM_LIBDIR}"
-    for path in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
-        with contextlib.suppress(OSError, AttributeError):
-            base = ctypes.CDLL(str(path))
-            base.ggml_version.restype = base.ggml_commit.restype = ctypes.c_char_p
-            version, commit = base.ggml_version().decode(), base.ggml_commit().decode()
-            return f"{text}; {path} is ggml {version} ({commit}) now. "
-    return f"{text}; there is no libggml-base.so that can be loaded now. "
+    with contextlib.suppress(OSError, AttributeError):
+        base = ctypes.CDLL(path)
+        base.ggml_version.restype = base.ggml_commit.restype = ctypes.c_char_p
+        return f"ggml {base.ggml_version().decode()} ({base.ggml_commit().decode()})"
+    return ""
 
 
 def _check_served(module: Any, info: ModuleType) -> None:
@@ -184,17 +213,18 @@ def _check_served(module: Any, info: ModuleType) -> None:
             served[name] = os.fsdecode(ffi.string(path))
     version, commit = _text(module, "ggml_version"), _text(module, "ggml_commit")
     same = version in (None, info.GGML_VERSION) and commit in (None, info.GGML_COMMIT)
-    strange: list[str] = []
-    if info.SYSTEM_LIBDIR is None:  # a system's libraries may be found elsewhere, if they are those
+    if info.SYSTEM_LIBDIR is None:
         strange = [n for n, path in served.items() if not _same_file(path, expected[n])]
+    else:  # all may be found elsewhere, if they are those; a name may have several files there
+        folders = {n: os.path.realpath(os.path.dirname(path)) for n, path in served.items()}
+        home = os.path.realpath(info.SYSTEM_LIBDIR)
+        moved = same and len(set(folders.values())) == 1
+        strange = [] if moved else [n for n, folder in folders.items() if folder != home]
     if same and not strange:
         return
     name = strange[0] if strange else next(iter(served), "ggml-base")
     if strange:
-        advice = (
-            "Another ggml in this process stands in for it: import ggml_cffi before that one, and "
-            "without GGML_CFFI_NO_DEEPBIND"
-        )
+        advice = _STANDS_IN
     elif info.SYSTEM_LIBDIR is not None:
         advice = f"The system's ggml has changed: {_REBUILD}"
     else:
@@ -219,7 +249,7 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, Any, str]:
+def _load() -> tuple[Any, Any]:
     _check_platform()
     _check_interpreter()
     info = _build_info()
@@ -227,7 +257,7 @@ def _load() -> tuple[Any, Any, str]:
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
-    return module.lib, module.ffi, info.PREFIX_KEY
+    return module.lib, module.ffi
 
 
-lib, ffi, _PREFIX_KEY = _load()
+lib, ffi = _load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,15 @@ from .enums import ggml_backend_buffer_usage
 BUFFER = "struct ggml_backend_buffer *"
 
 _lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # as in _handles.py
+
 _taken: set[int] = set()
 """Addresses of all buffers that belong to a `Buffer`, by itself or through a `MultiBuffer`."""
 

@@ -168,6 +168,8 @@ class Backend(Owned[types.ggml_backend]):
 
 def child_backends(backend: types.ggml_backend) -> list[types.ggml_backend]:
     """The backends that a meta backend drives, none for any other."""
+    if not hasattr(lib, "ggml_backend_is_meta"):  # a release without meta devices
+        return []
     if not capi.ggml_backend_is_meta(backend):
         return []
     count = capi.ggml_backend_meta_n_backends(backend)

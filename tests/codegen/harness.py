@@ -30,6 +30,7 @@ def bind(
     known: Mapping[str, str] | None = None,
     strict: bool = True,
     compiler: str | None = None,
+    modules: Mapping[str, str] | None = None,
 ) -> resolve.Binding:
     """The stages up to resolve for toy.h and the ``*.toml`` beside it.
 
@@ -40,8 +41,9 @@ def bind(
     exported = {"toy": set(api.functions) - set(missing)}
     said = annotations.load(folder)
     return resolve.resolve(
-        api, said, exported, strict=strict, known=known or {}, version="1.2.3", commit="abc"
-    )
+        api, said, exported, strict=strict, known=known or {}, version="1.2.3", commit="abc",
+        modules=modules,
+    )  # fmt: skip
 
 
 def emit(binding: resolve.Binding) -> dict[str, str]:

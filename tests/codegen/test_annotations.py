@@ -114,6 +114,12 @@ WRONG = {
     ),
     "callback that is not annotated": ("callbacks.toml", "", 1, "toy_visit_t"),
     "callback that cannot fail": ("callbacks.toml", "[toy_visit_t]\n", 1, "on_error"),
+    "what C gets is no bool": (
+        "callbacks.toml",
+        "[toy_visit_t]\non_error = 'false'\ngone = 'yes'\n",
+        3,
+        "gone must be a bool",
+    ),
     "bad threads": (
         "callbacks.toml",
         "[toy_visit_t]\non_error = 'false'\nthreads = 'all'\n",
@@ -143,6 +149,16 @@ def test_no_owner(tmp_path):
         bind(write(tmp_path, {**GOOD, "rules.toml": ""}))
 
 
+def test_no_way_to_free(tmp_path):
+    """What the freeing function takes besides must be among what the making one was given."""
+    header = HEADER.replace(
+        "toy_free(struct toy_thing * thing)", "toy_free(struct toy_thing * thing, double weight)"
+    )
+    words = r"^toy\.h:6: toy_make: nothing to give toy_free as weight"
+    with pytest.raises(AnnotationError, match=words):
+        bind(write(tmp_path, {**GOOD, "toy.h": header}))
+
+
 def test_twice(tmp_path):
     with pytest.raises(AnnotationError, match=r"^toz\.toml:1: toy_sum is annotated twice"):
         bind(write(tmp_path, {**GOOD, "toz.toml": "[toy_sum]\n"}))
@@ -157,3 +173,13 @@ def test_lenient(tmp_path):
     assert "toy_make" in binding.skipped
     assert len(binding.notes) == 2
     assert any(note.startswith("toy.toml:6: ") for note in binding.notes)
+
+
+def test_a_callback_of_which_nothing_is_said(tmp_path):
+    """On another release than the pin nothing would guard it: the function is left out."""
+    header = "typedef void (*toy_step_t)(int step);\nvoid toy_walk(toy_step_t step);\n"
+    folder = write(tmp_path, {"toy.h": header})
+    with pytest.raises(AnnotationError, match="the function-pointer type toy_step_t is not"):
+        bind(folder)
+    binding = bind(folder, strict=False)
+    assert binding.skipped == {"toy_walk": "the type of its callback, toy_step_t, is not annotated"}

@@ -26,7 +26,7 @@ NOT_COPIED = shutil.ignore_patterns("_gen", "_libs", "__pycache__", ".*")
 
 
 def toy_prefix(root):
-    """The pin's ggml with one more header and library."""
+    """The pin's ggml with one more header and library, and a backend that is a loadable module."""
     pin = find_prefix({})
     shutil.copytree(pin.include, root / "include")
     shutil.copytree(pin.libdir, root / "lib")
@@ -35,6 +35,9 @@ def toy_prefix(root):
     command = ["cc", "-shared", "-fPIC", f"-I{root / 'include'}", COMPILED / "toy.c", base]
     command += ["-Wl,-soname,libggml-toy.so", "-o", root / "lib" / "libggml-toy.so"]
     subprocess.run(command, check=True)
+    shutil.copy(COMPILED / "module.h", root / "include")
+    command = ["cc", "-shared", "-fPIC", COMPILED / "module.c"]
+    subprocess.run([*command, "-o", root / "lib" / "libggml-blas.so"], check=True)
     return read_prefix(root, origin="a test")
 
 
@@ -46,7 +49,7 @@ def toy_annotations(folder):
     (folder / "api.json").write_text(json.dumps(data))
     shutil.copy(COMPILED / "toy.toml", folder / "annotations")
     for name, text in (
-        ("pin.toml", '\n"toy.h" = "ggml-toy"\n'),
+        ("pin.toml", '\n"toy.h" = "ggml-toy"\n"module.h" = "ggml-blas"\n'),
         ("annotations/callbacks.toml", (COMPILED / "callbacks.toml").read_text()),
     ):
         with (folder / name).open("a") as file:
@@ -280,3 +283,18 @@ def test_documentation(capi):
     assert "int toy_divide(int a, int b, int *rest)" in text
     assert "toy.h:" in text
     assert "Requires b != 0." in text
+
+
+# ---- loadable modules
+
+
+def test_a_function_of_a_loadable_module(toy):
+    """The package loads it; when it is gone, and when it is there again, is seen."""
+    assert toy.capi.toy_of_a_module(21) == 42
+    reg = toy.capi.ggml_backend_reg_by_name("BLAS")
+    path = Path(toy.capi.__file__).parent / "_libs" / "libggml-blas.so"
+    toy.capi.ggml_backend_unload(reg)
+    with pytest.raises(toy.errors.GGMLError, match="BLAS is a loadable module, and none is loaded"):
+        toy.capi.toy_of_a_module(21)
+    toy.capi.ggml_backend_load(path)
+    assert toy.capi.toy_of_a_module(4) == 8

@@ -12,6 +12,7 @@ from harness import GOLDEN, bind, golden, write
 
 OPTIONS = {
     "left_out": {"missing": ["toy_private"]},
+    "module": {"modules": {"toy": "Toy"}},
     "missing_feature": {
         "strict": False,
         "known": {

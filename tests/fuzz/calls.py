@@ -186,6 +186,8 @@ class World:
             return self.one_of(
                 (None, -1, "", [], 1.5, object(), b"", 2**70, True, np.zeros(2), self)
             )
+        if name == "n_threads":
+            return self.one_of((1, 2, 0, -1, 2**31))  # many real ones take long
         options = [o.strip() for o in kind.split(" | ")]
         if "None" in options and self.choose(3) == 2:
             return None

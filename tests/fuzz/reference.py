@@ -485,6 +485,130 @@ def _permute(a: Array, *axes: int) -> Array:
 REFERENCES["ggml_permute"] = _permute
 
 
+def _set(rank: int, add: bool = False) -> Callable[..., Any]:
+    """`b` replaces a region of `a`, given by strides and an offset in bytes, or is added to it."""
+
+    def put(a: Array, b: Array, *where: int) -> Array:
+        steps = [n // 4 for n in where[:-1]]
+        while len(steps) < 3:  # those of `a` itself
+            steps.append(int(np.prod(a.shape[3 - len(steps) :])))
+        i3, i2, i1, i0 = np.indices(b.shape)
+        at = where[-1] // 4 + i0 + i1 * steps[0] + i2 * steps[1] + i3 * steps[2]
+        found = a.copy().reshape(-1)
+        found[at] = found[at] + b if add else b
+        return found.reshape(a.shape)
+
+    return put
+
+
+def _repeat_back(a: Array, b: Array) -> Any:
+    def folded(x: Array) -> Array:
+        pairs = [(n // m if m else 1, m) for n, m in zip(a.shape, b.shape, strict=True)]
+        return x.reshape([n for pair in pairs for n in pair]).sum((0, 2, 4, 6))
+
+    return folded(a), 1e-5 * folded(np.abs(a)) + 1e-6
+
+
+def _silu_back(dy: Array, x: Array) -> Any:
+    s = _sigmoid(x)
+    return dy * s * (1 + x * (1 - s)), 1e-4 * np.abs(dy) * (1 + np.abs(x)) + 1e-6
+
+
+def _soft_max_back(dy: Array, y: Array, scale: float, max_bias: float) -> Any:
+    total = np.abs(dy * y).sum(-1, keepdims=True)
+    found = scale * y * (dy - (dy * y).sum(-1, keepdims=True))
+    return found, 1e-4 * np.abs(scale * y) * (np.abs(dy) + total) + 1e-6
+
+
+def _rms_norm_back(dz: Array, x: Array, eps: float) -> Any:
+    rms = np.sqrt((_known(x) ** 2).mean(-1, keepdims=True) + eps)
+    part = x * (x * dz).mean(-1, keepdims=True) / rms**3
+    bound = np.abs(x) * np.abs(x * dz).mean(-1, keepdims=True) / rms**3
+    return dz / rms - part, 1e-4 * (np.abs(dz) / rms + bound) + 1e-6
+
+
+def _cross_entropy(a: Array, b: Array) -> Any:
+    logs = np.log(_soft_max(a))
+    rows = a.size // max(a.shape[3], 1)
+    found = -(b * logs).sum() / rows
+    return np.full((1, 1, 1, 1), found), 1e-4 * np.abs(b * logs).sum() / rows + 1e-6
+
+
+def _get_rows_back(a: Array, ids: Array, c: Array) -> Array:
+    found = np.zeros(c.shape)
+    np.add.at(found[0, 0], ids.reshape(-1), a[0, 0, : ids.size])
+    return found
+
+
+def _convolution(kernel: Array, x: Array, steps: Any, pads: Any, dilations: Any, off: float) -> Any:
+    """[out, in, kh, kw] over [batch, in, h, w]."""
+    x = np.pad(x, [(0, 0), (0, 0), (pads[1],) * 2, (pads[0],) * 2])
+    high, wide = ((kernel.shape[i] - 1) * d + 1 for i, d in ((2, dilations[1]), (3, dilations[0])))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (high, wide), (2, 3))
+    windows = windows[:, :, :: steps[1], :: steps[0], :: dilations[1], :: dilations[0]]
+    found = np.einsum("bchwyx,ocyx->bohw", windows, kernel)
+    return found, off * np.einsum("bchwyx,ocyx->bohw", np.abs(windows), np.abs(kernel)) + 1e-5
+
+
+def _conv_2d(off: float) -> Callable[..., Any]:
+    return lambda k, x, s0, s1, p0, p1, d0, d1: _convolution(
+        k, x, (s0, s1), (p0, p1), (d0, d1), off
+    )
+
+
+def _conv_1d(kernel: Array, x: Array, step: int, pad: int, dilation: int) -> Any:
+    # [1, out, in, k] over [1, batch, in, n]
+    k, x = kernel[0][:, :, None], x[0][:, :, None]
+    found, off = _convolution(k, x, (step, 1), (pad, 0), (dilation, 1), 5e-3)
+    return found[:, :, 0][None], off[:, :, 0][None]
+
+
+def _pool(a: Array, op: int, kernel: tuple[int, int], steps: tuple[int, int]) -> Any:
+    if a.size == 0:
+        return UNKNOWN
+    windows = np.lib.stride_tricks.sliding_window_view(a, kernel, (2, 3))
+    windows = windows[:, :, :: steps[0], :: steps[1]]
+    return windows.max((4, 5)) if op == capi.GGML_OP_POOL_MAX else windows.mean((4, 5))
+
+
+def _pool_2d(a: Array, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float) -> Any:
+    return UNKNOWN if p0 or p1 else _pool(a, op, (k1, k0), (s1, s0))
+
+
+def _upscale(a: Array, factor: int, mode: int) -> Any:
+    if mode != capi.GGML_SCALE_MODE_NEAREST:
+        return UNKNOWN
+    return a.repeat(factor, 2).repeat(factor, 3)
+
+
+REFERENCES.update(
+    ggml_silu_back=_silu_back,
+    ggml_soft_max_ext_back=_soft_max_back,
+    ggml_rms_norm_back=_rms_norm_back,
+    ggml_repeat_back=_repeat_back,
+    ggml_cross_entropy_loss=_cross_entropy,
+    ggml_get_rows_back=_get_rows_back,
+    ggml_conv_2d=_conv_2d(5e-3),  # through half floats
+    ggml_conv_2d_direct=_conv_2d(5e-3),
+    ggml_conv_1d=_conv_1d,
+    ggml_pool_1d=lambda a, op, k, s, p: UNKNOWN if p else _pool(a, op, (1, k), (1, s)),
+    ggml_pool_2d=_pool_2d,
+    ggml_upscale=_upscale,
+    ggml_argsort=lambda a, order: np.sort(a, -1)[..., :: -1 if order else 1],
+    ggml_argsort_top_k=lambda a, k: np.sort(a, -1)[..., ::-1][..., :k],
+    ggml_top_k=lambda a, k: np.sort(a, -1)[..., ::-1][..., :k],
+)
+_both(
+    set=_set(4),
+    set_1d=_set(1),
+    set_2d=_set(2),
+    acc=_set(4, add=True),
+)
+
+#: Operations that give the places of numbers: any of equal ones will do.
+PLACES = ("ggml_argmax", "ggml_argsort", "ggml_argsort_top_k", "ggml_top_k")
+
+
 def difference(function: str, args: list[Any], result: Any) -> str | None:
     """How a result differs from what it should be, None if it does not or nothing is known."""
     reference = REFERENCES.get(function)
@@ -503,9 +627,11 @@ def difference(function: str, args: list[Any], result: Any) -> str | None:
         return None
     wanted, off = wanted if isinstance(wanted, tuple) else (wanted, 0.0)
     wanted = np.asarray(wanted)
-    if function == "ggml_argmax":  # any of equal ones
-        found = np.take_along_axis(args[0].reshape(-1, args[0].shape[3]), found.reshape(-1, 1), 1)
-        found = found.reshape(wanted.shape)
+    if function in PLACES and wanted.size:
+        at = found.reshape(*args[0].shape[:3], -1) if function == "ggml_argmax" else found
+        found = np.take_along_axis(args[0], at.astype(np.int64), 3).reshape(wanted.shape)
+        if function == "ggml_top_k":  # in any order
+            found = np.sort(found, -1)[..., ::-1]
     if found.shape != wanted.shape:
         return f"shape {found.shape} instead of {wanted.shape}"
     if found.dtype.kind in "iu" and wanted.dtype.kind in "iu":
@@ -527,4 +653,5 @@ def difference(function: str, args: list[Any], result: Any) -> str | None:
 
 def _quantised_step(wanted: Array, type: int) -> Array:
     """How far a number may be from what it is rounded to, given the largest of its row."""
-    return 0.3 * np.abs(wanted).max(-1, keepdims=True, initial=0) + 1e-3
+    largest = np.abs(wanted).max(-1, keepdims=True, initial=0)
+    return np.where(largest < 1e4, 0.3 * largest + 1e-3, np.inf)  # the scale is a half float

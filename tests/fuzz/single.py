@@ -11,7 +11,7 @@ import reference
 from memory import GuardedMemory, data
 from programs import REFUSALS, VIEWS, Builder, Call, Leaf, Ref, execute, tensors_of
 
-from ggml_cffi import capi
+from ggml_cffi import AbortError, capi
 
 ARENA = 4 << 20
 COMPUTE = int(getattr(capi, "GGML_TENSOR_FLAG_COMPUTE", 0))
@@ -126,6 +126,11 @@ def fault(program: Program, at: int, what: str) -> Fault:
     return Fault(f"t{at} = {program.records[at]}: {what}\n" + "\n".join(program.text(at)))
 
 
+def aborted_in_kernel(error: Exception) -> bool:
+    """With several threads that would be the end of the process: it is to be refused before."""
+    return isinstance(error, AbortError) and "/ggml-cpu/" in str(error)
+
+
 def node_by_node(
     ctx: Any,
     backend: Any,
@@ -163,6 +168,8 @@ def node_by_node(
             try:
                 capi.ggml_backend_graph_compute(backend, graph)
             except REFUSALS as error:
+                if aborted_in_kernel(error):
+                    raise fault(program, i, f"in a kernel: {error}") from error
                 program.alive[i] = False
                 counts["refused when computed"] += 1
                 counts[f"refused when computed: {str(error)[:90]}"] += 1

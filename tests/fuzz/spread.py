@@ -24,7 +24,7 @@ from programs import (
     execute,
     tensors_of,
 )
-from single import ARENA, Fault, Program, fault, graph_of, node_by_node
+from single import ARENA, Fault, Program, aborted_in_kernel, fault, graph_of, node_by_node
 from splits import MIRRORED, KnownFault, Refused, State, known_fault, result
 
 from ggml_cffi import capi
@@ -224,6 +224,8 @@ def run(example: dict[str, Any], counts: Counter[str]) -> None:
         try:
             _on_several(example, program, builder.states, wanted, moved, read, counts)
         except REFUSALS as error:
+            if aborted_in_kernel(error):
+                raise fault(program, len(program.records) - 1, f"in a kernel: {error}") from error
             counts["outcome: an exception"] += 1
             counts[f"exception: {type(error).__name__}: {str(error)[:150]}"] += 1
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from _compute import Arena
 
-from ggml_cffi import capi, device
+from ggml_cffi import AbortError, capi, device
 from ggml_cffi.meta import MetaDevice, SplitState
 
 F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
@@ -29,6 +29,10 @@ def leaf(arena: Arena, array: np.ndarray) -> Any:
     tensor = arena.weight(*array.shape[::-1], type=I32 if array.dtype.kind == "i" else F32)
     capi.ggml_backend_tensor_set(tensor, array, 0)
     return tensor
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["shared", "kept"])
@@ -77,6 +81,26 @@ def test_a_result_that_takes_the_place_of_its_first_operand_is_right(arena):
     assert result.data == first.data
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["conv_1d", "conv_1d_ph"])
+def test_conv_1d_of_a_batch_is_refused(arena, half):
+    """ggml would give out [out, batch, n] under the shape [batch, out, n]."""
+    ctx = arena.context()
+
+    def conv(kernel: Any, x: Any) -> Any:
+        if half:
+            return capi.ggml_conv_1d_ph(ctx, kernel, x, 1, 1)
+        return capi.ggml_conv_1d(ctx, kernel, x, 1, 1, 1)
+
+    kernel, x = np.ones((2, 4, 3), np.float32), numbers(1, 4, 8)
+    tensor = leaf(arena, kernel)
+    with pytest.raises(ValueError, match=r"requires b->ne\[2\] == 1 .*b = f32\[8,4,2,1\]"):
+        conv(tensor, arena.weight(8, 4, 2))
+    padded = np.pad(x[0].sum(0), 1)
+    wanted = padded[:-2] + padded[1:-1] + padded[2:]
+    found = compute(arena, ctx, conv(tensor, leaf(arena, x)))
+    np.testing.assert_allclose(found, [wanted, wanted], rtol=0, atol=2e-2)
+
+
 # ---- what a meta device computes wrongly, without a word, and META does not list
 
 
@@ -110,10 +134,6 @@ def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
         found = np.empty(list(result.ne)[::-1], np.float32)
         capi.ggml_backend_tensor_get(result, found, 0)
         return found
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
 
 
 MIRRORED = SplitState.mirrored()
@@ -161,3 +181,15 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
     wanted = on(device("CPU"), leaves, build)
     assert np.abs(spread(states) - wanted).max() > 1e-2
     np.testing.assert_allclose(spread(mended), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
+def test_operands_by_rows_that_a_meta_device_holds_in_different_ways():
+    """ggml looks at the first one only; with several threads the process would end."""
+    rows = np.arange(8, dtype=np.int32).reshape(4, 2)
+    cuts = [MIRRORED, SplitState.split(1, [2, 2])]
+    with (
+        MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta,
+        pytest.raises(AbortError, match=r"ggml_are_same_shape\(src0, src1\)"),
+    ):
+        on(meta, [rows, rows], capi.ggml_count_equal)

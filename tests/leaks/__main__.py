@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from ggml_cffi.errors import NotSupportedError
+
 from . import callbacks, costs, handles, objects
 from .harness import BATCHES, Left, N, measure
 
@@ -34,6 +36,8 @@ def main(chosen: list[str]) -> None:
         try:
             cycle()
             left = measure(name, cycle, n, batches)
+        except NotSupportedError as error:
+            left = Left(name, missing=str(error))
         except Exception:
             left = Left(name, error=traceback.format_exc())
         print(json.dumps(asdict(left)), flush=True)

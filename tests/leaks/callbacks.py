@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -194,7 +195,29 @@ CALLBACKS = {
 }
 
 
+def fit(function: Any) -> None:
+    """It makes an optimiser and two results itself."""
+    ctx = context(1 << 22)
+    outputs = capi.ggml_mul_mat(ctx, S.parameter, S.inputs)
+    capi.ggml_set_output(outputs)
+    rest = S.dataset, MSE, capi.GGML_OPT_OPTIMIZER_TYPE_SGD, function, 1, 4
+    try:
+        capi.ggml_opt_fit(S.train_sched, ctx, S.inputs, outputs, *rest)
+    finally:
+        capi.ggml_free(ctx)
+
+
+def thread_that_fails() -> None:
+    """What the guard keeps of each thread goes with it."""
+    thread = threading.Thread(target=CALLBACKS["ggml_custom1_op_t"].fail)
+    thread.start()
+    thread.join()
+
+
 def cases() -> Iterator[tuple[str, Cycle]]:
+    yield "thread: fail", thread_that_fails
+    yield "ggml_opt_fit: use", lambda: fit(lambda epoch: {"sgd": {"alpha": 0.1}})
+    yield "ggml_opt_fit: fail", lambda: raises(Refused, fit, refuse)
     for name, callback in CALLBACKS.items():
         for way, cycle in callback._asdict().items():
             yield f"{name}: {way}", cycle

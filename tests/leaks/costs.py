@@ -29,7 +29,12 @@ def kept(handle: Handle) -> Callable[[], object]:
 
 
 #: Of the smallest things so many more that they fill whole pages; of threads fewer.
-_NUMBERS = {"gguf_context": 10_000, "ggml_opt_result": 10_000, "ggml_threadpool": 100}
+_NUMBERS = {
+    "gguf_context": 10_000,
+    "ggml_opt_result": 10_000,
+    "ggml_backend_event": 5_000,
+    "ggml_threadpool": 100,
+}
 _hoard: list[object] = []
 ON_PURPOSE = {
     "malloc": Purpose(lambda: libc.malloc(24), 10_000),

@@ -119,6 +119,12 @@ def allocator_too_small() -> None:
     capi.ggml_gallocr_free(made)
 
 
+def allocator_of_a_buffer_that_is_not_there() -> None:
+    made = capi.ggml_gallocr_new(capi.ggml_backend_cpu_buffer_type())
+    raises(ValueError, capi.ggml_gallocr_reserve_n, made, S.graph, [1])
+    capi.ggml_gallocr_free(made)
+
+
 def optimizer_without_a_loss() -> None:
     raises(ValueError, capi.ggml_opt_init, backend_sched=S.sched)
 
@@ -191,7 +197,11 @@ HANDLES = {
     "ggml_gallocr": Handle(
         lambda: capi.ggml_gallocr_new(capi.ggml_backend_cpu_buffer_type()),
         capi.ggml_gallocr_free,
-        (allocator_of_nothing, allocator_too_small),
+        (
+            allocator_of_nothing,
+            allocator_too_small,
+            allocator_of_a_buffer_that_is_not_there,
+        ),
     ),
     "ggml_opt_context": Handle(
         lambda: capi.ggml_opt_init(backend_sched=S.sched, loss_type=MSE),

@@ -75,6 +75,7 @@ class Left:
     name: str
     n: int = 0
     error: str = ""
+    missing: str = ""  # what this ggml does not have
     seconds: float = 0.0
     resident: int = 0
     allocated: int | None = None

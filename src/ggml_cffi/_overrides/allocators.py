@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     Ids: TypeAlias = Sequence[int] | types.NumberArray
 
 
-def _n_buffers(galloc: Any) -> int:
-    """How many buffers an allocator has; nothing tells but the assertion on the number."""
-    number = 0
-    while True:
-        lib.ggml_gallocr_get_buffer_size(galloc, number)
-        if lib.ggml_cffi_error():
-            lib.ggml_cffi_clear()
-            return number
-        number += 1
-
-
 def _ids(
     function: str, name: str, value: Ids | None, length: int, exact: bool, n_buffers: int
 ) -> Any:
@@ -58,7 +47,7 @@ def _arguments(
 ) -> tuple[Any, Any, int]:
     raw(galloc, "struct ggml_gallocr *", f"{function}: galloc")
     raw(graph, "struct ggml_cgraph *", f"{function}: graph")
-    n = _n_buffers(galloc)
+    n = lib.ggml_cffi_n_buffers(galloc)
     n_nodes = call("ggml_graph_n_nodes", graph)
     n_leafs = call("ggml_graph_size", graph)  # at most that many: nothing tells how many
     nodes = _ids(function, "node_buffer_ids", node_ids, n_nodes, True, n)

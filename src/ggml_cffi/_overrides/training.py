@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -153,8 +154,7 @@ def ggml_opt_fit(
         None if silent else ffi.addressof(lib, "ggml_opt_epoch_callback_progress_bar")
     )  # fmt: skip
     began = time.monotonic()
-    context = train = validation = None
-    try:
+    with contextlib.ExitStack() as made:
         context = ggml_opt_init(
             backend_sched=backend_sched,
             ctx_compute=ctx_compute,
@@ -165,9 +165,13 @@ def ggml_opt_fit(
             get_opt_pars=ask,
             optimizer=optimizer,
         )
+        made.callback(capi.ggml_opt_free, context)
         if nbatch_logical < total:
             capi.ggml_opt_dataset_shuffle(context, dataset, -1)
-        train, validation = capi.ggml_opt_result_init(), capi.ggml_opt_result_init()
+        train = capi.ggml_opt_result_init()
+        made.callback(capi.ggml_opt_result_free, train)
+        validation = capi.ggml_opt_result_init()
+        made.callback(capi.ggml_opt_result_free, validation)
         for epoch in range(1, nepoch + 1):
             if nbatch_logical < split:
                 capi.ggml_opt_dataset_shuffle(context, dataset, split)
@@ -182,11 +186,6 @@ def ggml_opt_fit(
             seconds = int(time.monotonic() - began)
             clock = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
             print(f"{function}: training took {clock}", file=sys.stderr, flush=True)
-    finally:
-        capi.ggml_opt_free(context)
-        for result in (train, validation):
-            if result is not None:
-                capi.ggml_opt_result_free(result)
 
 
 def _batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 _NAME = "ggml_backend_meta_device"
 _lock = threading.RLock()  # ggml's maps of meta devices and of their buffer types have none
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # as in _handles.py
 
 
 def create(
