@@ -34,7 +34,7 @@ class Tensor:
     """
 
     __slots__ = ("__weakref__", "_address", "_context", "_handle", "_ndim")
-    __array_priority__ = 1000.0  # NumPy's operators leave it to ours
+    __array_ufunc__ = None  # NumPy's operators leave it to ours
 
     def __init__(self, handle: types.ggml_tensor, context: Context, ndim: int | None = None) -> None:
         self._handle = handle
@@ -133,6 +133,59 @@ class Tensor:
             and not is_quantized(handle.type)
         )
 
+    # ---- operations
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802
+        """The last two axes exchanged, as a view; a tensor of one axis stays as it is."""
+        from . import ops
+
+        return self if self._ndim < 2 else ops.transpose(self)
+
+    def __getitem__(self, key: object) -> Tensor:
+        """A view of a part of it, by NumPy's basic indexing.
+
+        Raises IndexError for an index out of range or too many, TypeError for arrays and lists
+        (`ops.get_rows` takes rows), ValueError for steps and parts of blocks that ggml cannot view.
+        """
+        from ._indexing import index
+
+        return index(self, key)
+
+    def __add__(self, other: object) -> Any:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: object) -> Any:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: object) -> Any:
+        return _binary("sub", self, other)
+
+    def __rsub__(self, other: object) -> Any:
+        return _binary("sub", other, self)
+
+    def __mul__(self, other: object) -> Any:
+        return _binary("mul", self, other)
+
+    def __rmul__(self, other: object) -> Any:
+        return _binary("mul", other, self)
+
+    def __truediv__(self, other: object) -> Any:
+        return _binary("div", self, other)
+
+    def __rtruediv__(self, other: object) -> Any:
+        return _binary("div", other, self)
+
+    def __matmul__(self, other: object) -> Any:
+        from ._arithmetic import matmul
+
+        return matmul(self, other)
+
+    def __neg__(self) -> Tensor:
+        from . import ops
+
+        return ops.neg(self)
+
     # ---- numbers
 
     def numpy(self, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -193,6 +246,12 @@ class Tensor:
         name = f" {self.name!r}" if self.name else ""
         op = "" if self.op == ggml_op.GGML_OP_NONE else f" by {capi.ggml_op_name(self.op)}"
         return f"<Tensor{name} {type_name(self.type)} {self.shape}{op}>"
+
+
+def _binary(name: str, left: object, right: object) -> Any:
+    from ._arithmetic import binary
+
+    return binary(name, left, right)
 
 
 # ---- memory
