@@ -48,6 +48,11 @@ inline std::vector<ggml_tensor *> in_order(ggml_tensor ** outputs, int n) {
 
 } // namespace ggml_cffi
 
+// Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.
+static void ggml_cffi_forget_buffer(struct ggml_context * context, struct ggml_backend_buffer * buffer) {
+    ggml_cffi::forget_buffer(context, buffer);
+}
+
 // The tensors that `outputs` are made from, operands first: fills `order` up to `capacity` and gives
 // how many there are.
 static int64_t ggml_cffi_order(struct ggml_tensor ** outputs, int n, struct ggml_tensor ** order, int64_t capacity) {

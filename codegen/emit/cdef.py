@@ -29,6 +29,7 @@ void ggml_cffi_note_threads(struct ggml_backend *backend, int n);
 void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
 void ggml_cffi_set_user_abort(bool wanted);
 void ggml_cffi_install(void);
+void ggml_cffi_forget_buffer(struct ggml_context *context, struct ggml_backend_buffer *buffer);
 int64_t ggml_cffi_order(struct ggml_tensor **outputs, int n, struct ggml_tensor **order,
                         int64_t capacity);
 void ggml_cffi_copy_tensors(struct ggml_context *ctx, struct ggml_tensor **order, int64_t n,

@@ -138,6 +138,18 @@ class Context(Owned[_Store]):
         self._pending[tensor._address] = numbers
         return tensor
 
+    def from_dlpack(self, source: object, name: str | None = None) -> Tensor:
+        """A tensor with the numbers of an array of another library, by the DLPack protocol.
+
+        It has them once it has memory, as with `from_numpy`. Raises TypeError for what does not know
+        the protocol, and BufferError for an array that is not in the CPU's memory.
+        """
+        if not hasattr(source, "__dlpack__"):
+            raise TypeError(
+                f"source is a {type(source).__name__}, expected an object with __dlpack__"
+            )
+        return self.from_numpy(np.from_dlpack(source), name)  # type: ignore[arg-type]
+
     def allocate(
         self,
         target: Device | Backend | str,

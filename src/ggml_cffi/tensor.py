@@ -229,6 +229,14 @@ class Tensor:
             raise ValueError(f"{self!r} has another dtype than {np.dtype(dtype)}: it has to be copied")
         return self.numpy().astype(dtype)
 
+    def __dlpack__(self, **kwargs: Any) -> object:
+        """The numbers as a capsule of the DLPack protocol; shares memory where `numpy` does."""
+        return self.numpy().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Where the numbers of the capsule are: in the CPU's memory."""
+        return 1, 0
+
     def __len__(self) -> int:
         if not self._ndim:
             raise TypeError("the Tensor has no axis")

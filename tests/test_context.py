@@ -1,0 +1,240 @@
+"""Contexts: tensors of any shape and number, their memory, and who keeps whom."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ggml_cffi import MetaDevice, SplitState, capi, device, diagnostics, ops
+from ggml_cffi.context import Context, place
+from ggml_cffi.errors import SplitError
+from ggml_cffi.graph import Graph
+
+
+@pytest.fixture
+def ctx() -> Any:
+    with Context() as context:
+        yield context
+
+
+def meta(split: Any = lambda info, n: SplitState.mirrored(), **kwargs: Any) -> MetaDevice:
+    return MetaDevice(["CPU", "CPU"], split, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ne"),
+    [
+        ((), (1, 1, 1, 1)),
+        (5, (5, 1, 1, 1)),
+        ((2, 3), (3, 2, 1, 1)),
+        ([4, 3, 2, 1], (1, 2, 3, 4)),
+        ((1, 1, 5), (5, 1, 1, 1)),
+        ((0, 3), (3, 0, 1, 1)),
+        (np.int64(3), (3, 1, 1, 1)),
+    ],
+)
+def test_a_shape_is_numpys_order(ctx: Context, shape: Any, ne: tuple[int, ...]) -> None:
+    tensor = ctx.tensor(shape, "f16", name="t")
+    wanted = np.empty(shape).shape
+    assert (tensor.shape, tensor.ne, tensor.ndim, tensor.name) == (wanted, ne, len(wanted), "t")
+    assert tensor.size == np.empty(shape).size
+    assert tensor.dtype == np.float16 and tensor.type == capi.GGML_TYPE_F16
+
+
+def test_shapes_that_are_none(ctx: Context) -> None:
+    for shape in ((1, 2, 3, 4, 5), (-1,), (1 << 40, 1 << 40)):
+        with pytest.raises(ValueError, match="shape is"):
+            ctx.tensor(shape)
+    for wrong in ("ab", 1.5, (1.5,), None, (None,)):
+        with pytest.raises(TypeError, match="expected integers"):
+            ctx.tensor(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"multiple of 32, a block of q4_0"):
+        ctx.tensor((2, 33), "q4_0")
+    with pytest.raises(ValueError, match="is no type of ggml's"):
+        ctx.tensor(3, "f33")
+
+
+def test_it_grows_as_it_needs_to(ctx: Context) -> None:
+    leaves = [ctx.tensor(4, name=f"t{i}") for i in range(3000)]
+    total = leaves[0]
+    for leaf in leaves[1:]:
+        total = total + leaf
+    ctx.allocate("CPU")
+    for i, leaf in enumerate(leaves):
+        leaf.set(np.full(4, i))
+    made = Graph(total).compile("CPU", n_threads=1)
+    np.testing.assert_array_equal(made(), np.full(4, sum(range(3000))))
+
+
+def test_allocating_twice(ctx: Context) -> None:
+    first = ctx.from_numpy(np.arange(6, dtype=np.float32), name="first")
+    assert not first.has_memory
+    assert ctx.allocate("CPU") > 0
+    assert ctx.allocate("CPU") == 0
+    first.set(np.ones(6))
+    second = ctx.from_numpy(np.arange(3, dtype=np.int32))
+    assert ctx.allocate("CPU") > 0
+    np.testing.assert_array_equal(first.numpy(), np.ones(6))  # not written again
+    np.testing.assert_array_equal(second.numpy(), [0, 1, 2])
+
+
+def test_inputs_and_results_get_no_memory(ctx: Context) -> None:
+    given = ctx.input((2, 2), name="x")
+    result = ops.sqr(given)
+    ctx.tensor(1)
+    ctx.allocate("CPU")
+    assert not given.has_memory and not result.has_memory
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "f16", "bf16", "i32"])
+def test_from_numpy_converts(ctx: Context, dtype: str) -> None:
+    array = np.arange(64, dtype=np.int16 if dtype == "i32" else np.float32).reshape(2, 32)
+    tensor = ctx.from_numpy(array, dtype=dtype)
+    ctx.allocate("CPU")
+    np.testing.assert_allclose(np.asarray(tensor, np.float32), array, rtol=0.01, atol=0.3)
+
+
+def test_from_numpy_refuses_at_once(ctx: Context) -> None:
+    with pytest.raises(TypeError, match=r"complex64, which cannot be cast to float32"):
+        ctx.from_numpy(np.zeros(3, np.complex64), dtype="f32")
+    with pytest.raises(TypeError, match="float32, which cannot be cast to int32"):
+        ctx.from_numpy(np.zeros(3, np.float32), dtype="i32")
+    with pytest.raises(ValueError, match="no type for NumPy's uint64"):
+        ctx.from_numpy(np.zeros(3, np.uint64))
+    assert ctx.allocate("CPU") >= 0  # nothing of them is left to be written
+
+
+def test_targets(ctx: Context) -> None:
+    ctx.tensor(3)
+    with pytest.raises(TypeError, match="expected a Device, a Backend or a name"):
+        ctx.allocate(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no device 'no'"):
+        ctx.allocate("no")
+    with pytest.raises(ValueError, match=r"CPU has no buffer type 'odd'; it has CPU"):
+        ctx.allocate("CPU", buffer_type="odd")
+    with device("CPU").init_backend(1) as backend:
+        assert ctx.allocate(backend) > 0
+
+
+def test_memory_that_cannot_be_had(ctx: Context) -> None:
+    small = ctx.from_numpy(np.ones(4, np.float32), name="small")
+    for i in range(70):  # another arena
+        ctx.tensor(4, name=f"t{i}")
+    ctx.tensor((1 << 30, 1 << 20), name="huge")
+    with pytest.raises(MemoryError):
+        ctx.allocate("CPU")
+    assert not small.has_memory  # nothing is half done
+
+
+def test_a_split_that_fails(ctx: Context) -> None:
+    def split(info: Any, n: int) -> Any:
+        raise RuntimeError("no idea")
+
+    tensor = ctx.from_numpy(np.ones(4, np.float32), name="w")
+    with pytest.raises(SplitError) as caught:
+        ctx.allocate(meta(split, on_error="raise"))
+    assert str(caught.value.__cause__) == "no idea"
+    assert not tensor.has_memory
+    assert ctx.allocate("CPU") > 0  # and may be tried elsewhere
+    np.testing.assert_array_equal(tensor.numpy(), np.ones(4))
+
+
+# ---- who keeps whom
+
+
+def test_closing(ctx: Context) -> None:
+    before = diagnostics.live_handles()
+    context = Context()
+    x = context.from_numpy(np.ones(3, np.float32))
+    context.allocate("CPU")
+    made = Graph(ops.sqr(x)).compile("CPU")
+    np.testing.assert_array_equal(made(), np.ones(3))
+    context.close()
+    context.close()
+    assert made.closed and diagnostics.live_handles() == before
+    for use in (lambda: x.shape, lambda: x.numpy(), lambda: context.tensor(3), lambda: ops.sqr(x)):
+        with pytest.raises(ValueError, match=r"Context is closed|the Context is closed"):
+            use()
+    with pytest.raises(ValueError, match="the Compiled is closed"):
+        made()
+    assert repr(x) == "<Tensor of a closed Context>"
+
+
+def test_a_tensor_keeps_its_context() -> None:
+    before = diagnostics.live_handles()["ggml_context"]
+    context = Context()
+    kept = weakref.ref(context)
+    x = context.from_numpy(np.arange(3, dtype=np.float32))
+    context.allocate("CPU")
+    del context
+    gc.collect()
+    np.testing.assert_array_equal(x.numpy(copy=True), [0, 1, 2])
+    del x
+    gc.collect()
+    assert kept() is None and diagnostics.live_handles()["ggml_context"] == before
+
+
+def test_shared_memory_keeps_it_open() -> None:
+    context = Context()
+    x = context.from_numpy(np.arange(4, dtype=np.float32))
+    context.allocate("CPU")
+    view = x.numpy()[1:]
+    with pytest.raises(BufferError, match="1 arrays share the memory"):
+        context.close()
+    assert not context.closed
+    view[0] = 7
+    np.testing.assert_array_equal(x.numpy(copy=True), [0, 7, 2, 3])
+    del x, context
+    gc.collect()
+    np.testing.assert_array_equal(view, [7, 2, 3])  # the memory is still there
+    del view
+
+
+def test_results_over_several_contexts() -> None:
+    one, two = Context(), Context()
+    a = one.from_numpy(np.ones(3, np.float32))
+    b = two.from_numpy(np.full(3, 2, np.float32))
+    first = a + b
+    assert first.context is one
+    assert (b * first).context is one  # the one that needs the other: no circle
+    for context in (one, two):
+        context.allocate("CPU")
+    made = Graph(b * first).compile("CPU")
+    kept = weakref.ref(two)
+    del two, b
+    gc.collect()
+    assert kept() is not None
+    np.testing.assert_array_equal(made(), [6, 6, 6])
+    other = kept()
+    assert other is not None
+    other.close()  # closes what needs it
+    assert one.closed and made.closed
+
+
+def test_the_one_that_needs_the_others() -> None:
+    contexts = [Context() for _ in range(4)]
+    place([contexts[0], contexts[1]])
+    place([contexts[1], contexts[2]])
+    assert place([contexts[2], contexts[0]]) is contexts[0]
+    assert place([contexts[2], contexts[1], contexts[0]]) is contexts[0]
+    assert place([contexts[3], contexts[0]]) is contexts[3]
+
+
+def test_threads_share_a_context(ctx: Context) -> None:
+    def work(number: int) -> None:
+        for i in range(200):
+            made = ctx.tensor(2, name=f"{number}-{i}")
+            results[number].append((made.name, ops.sqr(made).shape))
+
+    results: list[list[Any]] = [[] for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[(f"{n}-{i}", (2,)) for i in range(200)] for n in range(4)]

@@ -1,0 +1,233 @@
+"""Tensors as NumPy's neighbours: views and copies, reading and writing, DLPack."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ggml_cffi import MetaDevice, SplitState, capi, ops
+from ggml_cffi.context import Context
+from ggml_cffi.graph import Graph
+from ggml_cffi.tensor import Tensor
+
+DTYPES = ["f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"]
+
+
+@pytest.fixture
+def ctx() -> Any:
+    with Context() as context:
+        yield context
+
+
+@pytest.fixture
+def spread() -> MetaDevice:
+    """Two devices; each has part of the rows of what has several, all of the rest."""
+    return MetaDevice(
+        ["CPU", "CPU"],
+        lambda info, n: (
+            SplitState.by_ratio(info, axis=1, ratios=[1, 1])
+            if info.ne[1] > 1
+            else SplitState.mirrored()
+        ),
+    )
+
+
+def numbers(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(0).integers(-9, 9, shape).astype(dtype)
+
+
+def put(ctx: Context, array: Any, target: Any = "CPU", **kwargs: Any) -> Tensor:
+    tensor = ctx.from_numpy(array, **kwargs)
+    ctx.allocate(target)
+    return tensor
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_view_of_host_memory(ctx: Context, name: str) -> None:
+    tensor = ctx.tensor((3, 4), name)
+    ctx.allocate("CPU")
+    tensor.set(numbers(3, 4, dtype=np.int8))
+    view = tensor.numpy()
+    assert tensor.shares_memory and not view.flags.owndata and view.dtype == tensor.dtype
+    np.testing.assert_array_equal(view.astype(np.float64), numbers(3, 4))
+    view[1, 2] = 5
+    assert tensor.numpy()[1, 2] == 5
+    assert np.asarray(tensor)[1, 2] == 5 and np.shares_memory(np.asarray(tensor), view)
+    copy = tensor.numpy(copy=True)
+    copy[...] = 0
+    assert view[1, 2] == 5
+
+
+def test_a_transposed_view(ctx: Context) -> None:
+    tensor = put(ctx, numbers(2, 3, 4))
+    turned = ops.permute(tensor, 2, 0, 1, 3)
+    shown = turned.numpy()
+    assert turned.shares_memory and np.shares_memory(shown, tensor.numpy())
+    np.testing.assert_array_equal(shown, numbers(2, 3, 4).transpose(2, 0, 1))
+    np.testing.assert_array_equal(tensor.T.numpy(), numbers(2, 3, 4).swapaxes(-1, -2))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q6_K"])
+def test_quantised_tensors_are_copied(ctx: Context, name: str) -> None:
+    array = np.random.default_rng(1).standard_normal((3, 512), dtype=np.float32)
+    tensor = put(ctx, array, dtype=name)
+    assert not tensor.shares_memory and tensor.dtype == np.float32
+    got = tensor.numpy()
+    assert got.shape == (3, 512) and np.abs(got - array).max() < 0.5
+    with pytest.raises(ValueError, match="shares no memory with NumPy"):
+        tensor.numpy(copy=False)
+    np.testing.assert_array_equal(tensor[1:].numpy(), got[1:])
+    np.testing.assert_array_equal(tensor[:, 256:].numpy(), got[:, 256:])
+    tensor.set(np.zeros((3, 512)))
+    assert not tensor.numpy().any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a[::-1],
+        lambda a: a[:, ::-1],
+        lambda a: np.asfortranarray(a),
+        lambda a: a.T.copy().T,
+        lambda a: np.repeat(a, 2, 1)[:, ::2],
+        lambda a: a.astype(">f4"),
+        lambda a: a.astype(">i2"),
+        lambda a: a.astype(np.float64),
+        lambda a: a.astype(np.int8),
+        lambda a: a[None],
+        lambda a: a.tolist(),
+        lambda a: np.broadcast_to(a[0], a.shape),
+        lambda a: np.ma.masked_array(a),
+        lambda a: a.astype(ml_dtypes.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("place", ["host", "meta"])
+def test_any_array_is_written(ctx: Context, spread: Any, place: str, change: Any) -> None:
+    tensor = ctx.tensor((4, 6))
+    ctx.allocate("CPU" if place == "host" else spread)
+    given = change(numbers(4, 6))
+    tensor.set(given)
+    np.testing.assert_array_equal(tensor.numpy(), np.asarray(given, np.float32).reshape(4, 6))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (1, 1, 1, 1)])
+def test_single_and_no_numbers(ctx: Context, shape: tuple[int, ...]) -> None:
+    tensor = ctx.tensor(shape)
+    other = ctx.tensor(2)
+    ctx.allocate("CPU")
+    tensor.set(np.full(shape, 3.0))
+    np.testing.assert_array_equal(tensor.numpy(), np.full(shape, 3.0))
+    assert other.has_memory
+
+
+def test_casting(ctx: Context) -> None:
+    tensor = ctx.tensor(3, "i32")
+    ctx.allocate("CPU")
+    with pytest.raises(TypeError, match=r"float64, which cannot be cast to int32 .*'same_kind'"):
+        tensor.set([1.5, 2, 3])
+    tensor.set([1.5, 2, 3], casting="unsafe")
+    np.testing.assert_array_equal(tensor.numpy(), [1, 2, 3])
+    with pytest.raises(TypeError, match="int64, which cannot be cast to int32"):
+        tensor.set(np.arange(3), casting="safe")
+    with pytest.raises(ValueError, match=r"the array has shape \(4,\), expected \(3,\) of <Tensor"):
+        tensor.set(np.arange(4))
+    with pytest.raises(TypeError):
+        tensor.set(["a", "b", "c"])
+    np.testing.assert_array_equal(tensor.numpy(), [1, 2, 3])
+
+
+def test_no_memory(ctx: Context) -> None:
+    x = ctx.input(3, name="x")
+    y = ops.sqr(x)
+    with pytest.raises(ValueError, match="in a graph it is an input"):
+        x.numpy()
+    with pytest.raises(ValueError, match="in a graph it is an input"):
+        x.set([1, 2, 3])
+    with pytest.raises(ValueError, match="it is a result"):
+        np.asarray(y)
+
+
+def test_a_meta_device_gives_no_view(ctx: Context, spread: Any) -> None:
+    """ggml counts its memory as the host's, with addresses that are made up."""
+    tensor = put(ctx, numbers(4, 6), spread)
+    assert capi.ggml_backend_buffer_is_host(tensor.handle.buffer)
+    assert not tensor.shares_memory
+    np.testing.assert_array_equal(tensor.numpy(), numbers(4, 6))
+    with pytest.raises(ValueError, match="shares no memory"):
+        tensor.numpy(copy=False)
+
+
+def test_numpy_asks(ctx: Context) -> None:
+    tensor = put(ctx, numbers(2, 3))
+    assert len(tensor) == 2 and np.ndim(tensor) == 2
+    np.testing.assert_array_equal(np.asarray(tensor, dtype=np.float64), numbers(2, 3))
+    assert np.array(tensor).flags.owndata
+    assert isinstance(np.float32(2) * tensor, Tensor)
+    with pytest.raises(TypeError):
+        np.add(tensor, 1)
+    with pytest.raises(TypeError, match="no axis"):
+        len(ctx.tensor(()))
+
+
+def test_the_same_tensor_twice(ctx: Context) -> None:
+    x = ctx.tensor(3, name="x")
+    (again,) = [t for t in Graph(ops.sqr(x)).tensors if t.name == "x"]
+    assert again == x and hash(again) == hash(x) and again is not x
+    assert x != ctx.tensor(3)
+
+
+def test_names(ctx: Context) -> None:
+    x = ctx.tensor(3, name="größer")
+    assert x.name == "größer"
+    x.name = "other"
+    assert x.name == "other" and repr(x) == "<Tensor 'other' f32 (3,)>"
+    assert repr(ops.sqr(x)) == "<Tensor f32 (3,) by SQR>"
+
+
+# ---- DLPack
+
+
+def test_dlpack_out(ctx: Context) -> None:
+    tensor = put(ctx, numbers(3, 4))
+    array = np.from_dlpack(tensor)
+    assert np.shares_memory(array, tensor.numpy())
+    assert tensor.__dlpack_device__() == (1, 0)
+    del tensor
+    gc.collect()
+    with pytest.raises(BufferError):
+        ctx.close()
+    np.testing.assert_array_equal(array, numbers(3, 4))
+    del array
+
+
+def test_dlpack_of_what_shares_no_memory(ctx: Context) -> None:
+    tensor = ctx.from_numpy(numbers(2, 32), dtype="q8_0")
+    ctx.allocate("CPU")
+    np.testing.assert_allclose(np.from_dlpack(tensor), numbers(2, 32), atol=0.1)
+
+
+def test_dlpack_in(ctx: Context) -> None:
+    array = numbers(3, 4)[:, ::2]
+    tensor = ctx.from_dlpack(array)
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(tensor.numpy(), array)
+    with pytest.raises(TypeError, match="expected an object with __dlpack__"):
+        ctx.from_dlpack([1, 2])
+
+
+def test_dlpack_with_pytorch(ctx: Context, need: Any) -> None:
+    need(importlib.util.find_spec("torch"), "there is no PyTorch here")
+    import torch
+
+    tensor = put(ctx, numbers(3, 4))
+    theirs = torch.from_dlpack(tensor)
+    theirs[1, 1] = 77
+    assert tensor.numpy()[1, 1] == 77
+    back = ctx.from_dlpack(torch.arange(6, dtype=torch.int32).reshape(2, 3).t())
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(back.numpy(), np.arange(6).reshape(2, 3).T)
