@@ -1,0 +1,267 @@
+"""Graphs: compiled once, run many times, wrong inputs refused by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ggml_cffi import AbortError, MetaDevice, SplitState, capi, device, diagnostics, ops
+from ggml_cffi.context import Context
+from ggml_cffi.graph import Graph
+
+
+@pytest.fixture
+def ctx() -> Any:
+    with Context() as context:
+        yield context
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def columns(info: Any, n: int) -> SplitState:
+    return SplitState.by_ratio(info, axis=1, ratios=[2, 1])
+
+
+W = numbers(6, 8)
+
+
+def layer(ctx: Context, target: Any = "CPU") -> Any:
+    w = ctx.from_numpy(W, name="w")
+    x = ctx.input((3, 8), name="x")
+    ctx.allocate(target)
+    return ops.cont(ops.relu(ops.mul_mat(w, x)))
+
+
+def test_many_runs(ctx: Context) -> None:
+    made = Graph(layer(ctx)).compile("CPU")
+    for seed in range(5):
+        x = numbers(3, 8, seed=seed)
+        np.testing.assert_allclose(made(x=x), np.maximum(x @ W.T, 0), rtol=1e-4, atol=1e-5)
+    assert made.inputs == {"x": (3, 8)} and made.nbytes > 0
+
+
+def test_what_a_graph_has(ctx: Context) -> None:
+    y = layer(ctx)
+    graph = Graph(y)
+    assert [t.name for t in graph.inputs] == ["x"]
+    assert [t.op.name for t in graph.nodes] == [
+        "GGML_OP_MUL_MAT", "GGML_OP_UNARY", "GGML_OP_CONT"
+    ]  # fmt: skip
+    assert graph.outputs == (y,) and len(graph.tensors) == 5
+    assert repr(graph) == "<Graph of 5 tensors>"
+
+
+def test_the_same_graph_on_several_devices(ctx: Context) -> None:
+    graph = Graph(layer(ctx))
+    one, two = graph.compile("CPU", n_threads=1), graph.compile(device("CPU"), n_threads=2)
+    with device("CPU").init_backend(1) as backend:
+        three = graph.compile(backend)
+        assert three.backend is backend
+        x = numbers(3, 8)
+        for made in (one, two, three):
+            np.testing.assert_allclose(made(x=x), np.maximum(x @ W.T, 0), rtol=1e-4, atol=1e-5)
+    assert three.closed and not one.closed
+
+
+def test_a_meta_device(ctx: Context) -> None:
+    with MetaDevice(["CPU", "CPU"], columns) as spread:
+        graph = Graph(layer(ctx, spread))
+        one, two = graph.compile(spread), graph.compile(spread)
+        assert one.backend is not two.backend
+        for seed in range(3):
+            x = numbers(3, 8, seed=seed)
+            for made in (one, two):
+                np.testing.assert_allclose(made(x=x), np.maximum(x @ W.T, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_elsewhere(ctx: Context) -> None:
+    graph = Graph(layer(ctx))
+    before = diagnostics.live_handles()
+    with MetaDevice(["CPU", "CPU"], columns) as spread, pytest.raises(AbortError):
+        graph.compile(spread)
+    assert diagnostics.live_handles() == before
+
+
+# ---- outputs
+
+
+def test_several_outputs(ctx: Context) -> None:
+    x = ctx.input((2, 3), name="x")
+    double, square = x * 2, ops.sqr(x)
+    given = numbers(2, 3)
+    first, second = Graph([double, square]).compile("CPU")(x=given)
+    np.testing.assert_allclose(first, given * 2)
+    np.testing.assert_allclose(second, given**2, rtol=1e-6)
+    found = Graph({"double": double, "square": square}).compile("CPU").run(x=given)
+    assert list(found) == ["double", "square"]
+    np.testing.assert_allclose(found["square"], given**2, rtol=1e-6)
+
+
+def test_outputs_are_arrays_of_their_own(ctx: Context) -> None:
+    x = ctx.input(4, name="x")
+    made = Graph(x + 1).compile("CPU")
+    first = made(x=np.zeros(4))
+    made(x=np.ones(4))
+    np.testing.assert_array_equal(first, np.ones(4))
+
+
+def test_intermediate_and_viewed_outputs(ctx: Context) -> None:
+    """Memory of what is an output is not used again, nor that of what it is a view of."""
+    x = ctx.input((4, 4), name="x")
+    a = ops.sqr(x)
+    part = a[1:3]
+    t = a
+    for _ in range(6):
+        t = ops.scale(ops.relu(t), 0.5)
+    given = numbers(4, 4)
+    first, view, last = Graph([a, part, t]).compile("CPU")(x=given)
+    np.testing.assert_allclose(first, given**2, rtol=1e-6)
+    np.testing.assert_allclose(view, given[1:3] ** 2, rtol=1e-6)
+    np.testing.assert_allclose(last, given**2 / 64, rtol=1e-6)
+
+
+def test_an_input_as_output(ctx: Context) -> None:
+    x = ctx.input(3, name="x")
+    same, more = Graph([x, x + 1]).compile("CPU")(x=[1, 2, 3])
+    np.testing.assert_array_equal(same, [1, 2, 3])
+    np.testing.assert_array_equal(more, [2, 3, 4])
+
+
+# ---- inputs
+
+
+def test_every_run_needs_all_inputs(ctx: Context) -> None:
+    x, y = ctx.input(3, name="x"), ctx.input(3, name="y")
+    made = Graph(x - y).compile("CPU")
+    for wrong, message in (
+        ({}, "missing inputs: 'x', 'y'"),
+        ({"x": [1, 2, 3]}, "missing inputs: 'y'"),
+        ({"x": [1, 2, 3], "y": [1, 2, 3], "z": 1}, "no input 'z'; the inputs are 'x', 'y'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            made(**wrong)
+    with pytest.raises(ValueError, match=r"shape \(2,\), expected \(3,\) of <Tensor 'y'"):
+        made(x=[1, 2, 3], y=[1, 2])
+    np.testing.assert_array_equal(made(x=[1, 2, 3], y=[1, 1, 1]), [0, 1, 2])
+
+
+def test_inputs_that_are_kept(ctx: Context) -> None:
+    x, y = ctx.input(64, name="x"), ctx.input(64, name="y")
+    t = x + y
+    for _ in range(5):
+        t = ops.relu(t)
+    made = Graph(t).compile("CPU", keep=["y"])
+    with pytest.raises(TypeError, match="missing inputs: 'y'"):
+        made(x=np.ones(64))
+    np.testing.assert_array_equal(made(x=np.ones(64), y=np.full(64, 5)), np.full(64, 6))
+    for i in range(3):
+        np.testing.assert_array_equal(made(x=np.full(64, i)), np.full(64, 5 + i))
+    with pytest.raises(ValueError, match="keep names 'q', which is no input"):
+        Graph(t).compile("CPU", keep=["q"])
+
+
+def test_numbers_that_were_given_before(ctx: Context) -> None:
+    """They are written once, and last, though ggml uses memory again."""
+    x = ctx.input(32, name="x")
+    c = ctx.from_numpy(np.arange(32, dtype=np.float32), name="c")
+    t = x + c
+    for _ in range(4):
+        t = ops.relu(t)
+    graph = Graph(t)
+    assert [one.name for one in graph.inputs] == ["x"]
+    made = graph.compile("CPU")
+    for i in range(3):
+        np.testing.assert_array_equal(made(x=np.full(32, i)), np.arange(32) + i)
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(c.numpy(), np.arange(32))
+
+
+def test_names_of_inputs(ctx: Context) -> None:
+    with pytest.raises(ValueError, match="an input has no name: <Tensor f32"):
+        Graph(ctx.input(3) + 1).compile("CPU")
+    with pytest.raises(ValueError, match="two inputs have the name 'x'"):
+        Graph(ctx.input(3, name="x") + ctx.input(3, name="x")).compile("CPU")
+
+
+def test_indices_out_of_range(ctx: Context) -> None:
+    table = ctx.from_numpy(numbers(5, 4), name="table")
+    rows = ctx.input(2, "i32", name="rows")
+    ctx.allocate("CPU")
+    made = Graph(ops.get_rows(table, rows)).compile("CPU")
+    np.testing.assert_array_equal(made(rows=[4, 0]), numbers(5, 4)[[4, 0]])
+    with pytest.raises(IndexError):
+        made(rows=[5, 0])
+    np.testing.assert_array_equal(made(rows=[1, 1]), numbers(5, 4)[[1, 1]])
+
+
+# ---- errors and limits
+
+
+def test_no_graph(ctx: Context) -> None:
+    with pytest.raises(ValueError, match="outputs is empty"):
+        Graph([])
+    with pytest.raises(TypeError, match="expected a Tensor"):
+        Graph([3])  # type: ignore[list-item]
+    y = ctx.input(3, name="x") + 1
+    with pytest.raises(TypeError, match="expected a Device, a Backend or a name"):
+        Graph(y).compile(None)  # type: ignore[arg-type]
+    with device("CPU").init_backend(1) as backend:
+        with pytest.raises(ValueError, match="n_threads is the Backend's"):
+            Graph(y).compile(backend, n_threads=2)
+
+
+def test_a_deep_graph(ctx: Context) -> None:
+    """Deeper than a recursive walk over it could go."""
+    t = x = ctx.input(1, name="x")
+    for _ in range(60_000):
+        t = ops.scale_bias(t, 1.0, 1.0)
+    made = Graph(t).compile("CPU", n_threads=1)
+    assert made(x=[0.0]) == 60_000
+    assert x.shape == (1,)
+
+
+def test_too_little_memory(ctx: Context) -> None:
+    x = ctx.input(1 << 16, name="x")
+    huge = ops.repeat_4d(x, 1 << 16, 1 << 24, 1, 1)
+    before = diagnostics.live_handles()
+    with pytest.raises((MemoryError, RuntimeError)):
+        Graph(huge).compile("CPU")
+    assert diagnostics.live_handles() == before
+
+
+def test_threads_share_what_is_compiled(ctx: Context) -> None:
+    x = ctx.input(512, name="x")
+    made = Graph(ops.sqr(x) + 1).compile("CPU")
+    wrong = []
+
+    def work(seed: int) -> None:
+        for i in range(50):
+            given = np.full(512, seed * 100 + i, np.float32)
+            if not np.array_equal(made(x=given), given**2 + 1):
+                wrong.append((seed, i))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_closing_frees_it(ctx: Context) -> None:
+    before = diagnostics.live_handles()
+    y = layer(ctx)
+    with Graph(y).compile("CPU") as made:
+        made(x=numbers(3, 8))
+    assert made.closed and repr(made) == "<Compiled closed>"
+    with pytest.raises(ValueError, match="the Compiled is closed"):
+        made(x=numbers(3, 8))
+    ctx.close()
+    assert diagnostics.live_handles()["ggml_gallocr"] == before["ggml_gallocr"]
+    assert diagnostics.live_handles()["ggml_backend"] == before["ggml_backend"]
+    assert capi.ggml_n_dims  # the module is alive
