@@ -106,7 +106,7 @@ class Context(Owned[_Store]):
         from .tensor import Tensor
 
         kind = element_type(dtype)
-        wanted = _shape(shape)
+        wanted = shape_of(shape)
         block = capi.ggml_blck_size(kind)
         if wanted and wanted[-1] % block:
             raise ValueError(
@@ -254,7 +254,8 @@ def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
         tensor = capi.ggml_get_next_tensor(arena, tensor)
 
 
-def _shape(shape: object) -> tuple[int, ...]:
+def shape_of(shape: object) -> tuple[int, ...]:
+    """A shape as a tuple. Raises TypeError and ValueError for what is none of at most 4 axes."""
     try:
         given = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)  # type: ignore[arg-type, call-overload]
         found = tuple(n.__index__() for n in given)

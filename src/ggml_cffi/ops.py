@@ -5,7 +5,8 @@ Names are ggml's without the prefix; so are shapes in their docstrings: the inne
 
 from __future__ import annotations
 
+from ._custom import custom
 from ._gen import ops as _generated
 from ._gen.ops import *  # noqa: F403
 
-__all__ = list(_generated.__all__)
+__all__ = ["custom", *_generated.__all__]

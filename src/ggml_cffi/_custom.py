@@ -1,0 +1,87 @@
+"""Operations written in Python, on NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import capi, quants
+from ._loader import ffi
+from .context import Context, place, shape_of
+from .dtypes import element_type, is_quantized, numpy_dtype
+from .tensor import Tensor
+
+Function = Callable[..., object]
+
+
+def custom(
+    function: Function,
+    *operands: Tensor,
+    shape: int | Sequence[int] | None = None,
+    dtype: object = None,
+    n_tasks: int | None = 1,
+    ctx: Context | None = None,
+) -> Tensor:
+    """An operation that a Python function computes: ``function(result, *operands)`` on arrays.
+
+    It fills `result`, an array of `shape` and `dtype` (those of the first operand by default); the
+    operands are arrays that must not be written. All are views of ggml's memory, for the time of the
+    call; quantised operands are float32 copies. With `n_tasks` other than 1 it is called for each
+    task, as ``function(result, *operands, task=i, n_tasks=n)``, on ggml's threads, and fills its part
+    of the result; None: as many tasks as the backend has threads.
+
+    What it raises comes out of the computation. On a meta device it sees each device's part.
+
+    Raises TypeError for what is no function, ValueError for a quantised `dtype` and for less than a
+    task.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {function!r} ({type(function).__name__}), expected a function")
+    if not operands and (shape is None or ctx is None):
+        raise TypeError("without operands shape and ctx are needed")
+    if n_tasks is not None and n_tasks < 1:
+        raise ValueError(f"n_tasks is {n_tasks}, expected 1 or more, or None")
+    first = operands[0].type if operands else "f32"
+    kind = element_type(first if dtype is None else dtype)
+    wanted = shape_of(operands[0].shape if shape is None else shape)
+    if is_quantized(kind):
+        raise ValueError(f"dtype is {kind.name}: the result cannot be quantised")
+    ndims = [one.ndim for one in operands]
+
+    def call(dst: Any, task: int, count: int) -> None:
+        result = _array(dst, len(wanted), writable=True)
+        sources = [_array(dst.src[i], ndim) for i, ndim in enumerate(ndims)]
+        if n_tasks == 1:
+            function(result, *sources)
+        else:
+            function(result, *sources, task=task, n_tasks=count)
+
+    contexts = [one.context for one in operands]
+    context = place([ctx, *contexts] if ctx is not None else contexts)
+    ne = [*reversed(wanted), 1, 1, 1, 1][:4]
+    tasks = capi.GGML_N_TASKS_MAX if n_tasks is None else n_tasks
+    with context._lock:
+        handle = capi.ggml_custom_4d(
+            context._results(), kind, *ne, [one.handle for one in operands], call, tasks
+        )
+    return Tensor(handle, context, len(wanted))
+
+
+def _array(handle: Any, ndim: int, writable: bool = False) -> npt.NDArray[Any]:
+    """The memory of a tensor that is being computed with."""
+    shape = tuple(reversed(list(handle.ne)))[4 - ndim :] if ndim else ()
+    strides = tuple(reversed(list(handle.nb)))[4 - ndim :] if ndim else ()
+    data = np.frombuffer(ffi.buffer(handle.data, capi.ggml_nbytes(handle)), np.uint8)
+    kind = element_type(int(handle.type))
+    if is_quantized(kind):
+        size = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
+        rows = np.ndarray((*shape[:-1], size), np.uint8, data, strides=(*strides[:-1], 1))
+        return quants.dequantize(rows, kind, threads=1)
+    dtype = numpy_dtype(kind)
+    assert dtype is not None
+    array: npt.NDArray[Any] = np.ndarray(shape, dtype, data, strides=strides)
+    array.flags.writeable = writable
+    return array
