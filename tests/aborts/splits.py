@@ -417,7 +417,7 @@ def source_on_another_device(arena):
     arena.graph(ctx, capi.ggml_sqr(ctx, weight))
 
 
-@site(SPLIT, "ggml_gallocr_alloc_graph", "split_state.n_segments == 1", DEBUG)
+@site(SPLIT, "ggml_gallocr_alloc_graph", "split_state.n_segments == 1", DEBUG, alone=True)
 def segments_where_ggml_tells_of_them(arena):
     os.environ["GGML_META_DEBUG"] = "1"
     arena.callback(os.environ.pop, "GGML_META_DEBUG")
