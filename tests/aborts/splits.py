@@ -189,7 +189,7 @@ def unchecked_device(folder: Path, *devices: Any) -> Any:
     """A meta device over two devices, the CPU twice by default, that answers with `ANSWERS`."""
     cpu = capi.ggml_backend_dev_by_name("CPU")
     pointers = ffi.new("struct ggml_backend_device *[]", list(devices) or [cpu, cpu])
-    library = compile_library(SOURCE, folder / "split.so")
+    library = compile_library(SOURCE, folder / f"split{len(_kept)}.so")
     names = [ffi.new("char[]", name.encode()) for name in ANSWERS]
     array = ffi.new("char *[]", names)
     states = ffi.new("struct ggml_backend_meta_split_state[]", len(names))
