@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from programs import OPERATIONS
+from operations import OPERATIONS
 from runner import Runner
 from spread import WRONG_ANSWERS
 
