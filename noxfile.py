@@ -46,6 +46,7 @@ nox.options.sessions = [
     "typing",
     *(f"tests-{MAIN}({backend})" for backend in BACKENDS),
     *(f"core-{python}" for python in CORE),
+    "asan",
 ]
 
 ROOT = Path(__file__).resolve().parent
