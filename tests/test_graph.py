@@ -208,9 +208,11 @@ def test_no_graph(ctx: Context) -> None:
     y = ctx.input(3, name="x") + 1
     with pytest.raises(TypeError, match="expected a Device, a Backend, a Scheduler or a name"):
         Graph(y).compile(None)  # type: ignore[arg-type]
-    with device("CPU").init_backend(1) as backend:
-        with pytest.raises(ValueError, match="n_threads is the Backend's"):
-            Graph(y).compile(backend, n_threads=2)
+    with (
+        device("CPU").init_backend(1) as backend,
+        pytest.raises(ValueError, match="n_threads is the Backend's"),
+    ):
+        Graph(y).compile(backend, n_threads=2)
 
 
 def test_a_deep_graph(ctx: Context) -> None:

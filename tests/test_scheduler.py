@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from _fake_backend import buffer_type
+
 from ggml_cffi import device, ops
 from ggml_cffi.context import Context
 from ggml_cffi.device import Backend

@@ -49,7 +49,9 @@ def index(tensor: Tensor, key: object) -> Tensor:
         viewed.append((count, stride * step))
         axis += 1
     if len(source) > MAX_DIMS:
-        raise IndexError(f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}")
+        raise IndexError(
+            f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}"
+        )
     return _arranged(_viewed(tensor, viewed, offset), tensor.ndim, source)
 
 
@@ -90,7 +92,8 @@ def _viewed(tensor: Tensor, axes: list[tuple[int, int]], offset: int) -> Tensor:
     steps = [step for _, step in reversed(axes)]
     while len(steps) < MAX_DIMS:
         steps.append(steps[-1] * counts[len(steps) - 1] if len(steps) > 1 else tensor.handle.nb[1])
-    return ops.view_4d(tensor, *counts, *steps[1:], offset)
+    (n0, n1, n2, n3), (_, nb1, nb2, nb3) = counts, steps
+    return ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
 
 
 def _arranged(view: Tensor, ndim: int, source: list[int | None]) -> Tensor:

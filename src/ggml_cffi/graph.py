@@ -26,9 +26,9 @@ __all__ = ["Compiled", "Graph"]
 class Graph:
     """What is to be computed: the outputs, and all that they are made from.
 
-    `outputs` is a tensor, a sequence of them, or a mapping from names to them. Inputs are the tensors
-    without memory that are no results: a run needs their numbers, by their names. Numbers that
-    `Context.from_numpy` took and that have no memory yet are written once, when it is compiled.
+    `outputs` is a tensor, a sequence of them, or a mapping from names to them. Inputs are the
+    tensors without memory that are no results: a run needs their numbers, by their names. Numbers
+    that `Context.from_numpy` took and that have no memory yet are written once, on compiling.
 
     Raises ValueError for no outputs, TypeError for what is no tensor.
     """
@@ -79,8 +79,8 @@ class Graph:
         """Give it memory on a device; the same graph may be compiled many times, on several.
 
         On a `Backend` it runs there, else on one of its own, with `n_threads` (all usable cores by
-        default). `keep` names inputs that keep their numbers from one run to the next. `assign` says
-        for results which of a scheduler's backends computes them.
+        default). `keep` names inputs that keep their numbers from one run to the next. `assign`
+        says for results which of a scheduler's backends computes them.
 
         Raises ValueError where two inputs have the same name or one has none, MemoryError where the
         device has too little memory, and what `capi` raises for operations it cannot compute.
@@ -187,8 +187,8 @@ class Compiled(Owned[_Store]):
     """A graph with memory on a device, made by `Graph.compile`.
 
     Call it with an array for each input, by name: it gives the output, or a tuple of them in the
-    order of the graph's, as arrays of their own. ggml uses the memory of inputs and of results again
-    within a run, so every run needs all inputs but those that were compiled to be kept.
+    order of the graph's, as arrays of their own. ggml uses the memory of inputs and of results
+    again within a run, so every run needs all inputs but those that were compiled to be kept.
     """
 
     def __init__(
@@ -320,7 +320,8 @@ class Compiled(Owned[_Store]):
         """Compute with these inputs; the output, or a tuple of all.
 
         Raises TypeError for an unknown or a missing input and for a dtype that cannot be converted,
-        ValueError for another shape, IndexError for indices out of range, and what a callback raises.
+        ValueError for another shape, IndexError for indices out of range, and what a callback
+        raises.
         """
         found = tuple(self.run(**inputs).values())
         return found[0] if self._single else found
