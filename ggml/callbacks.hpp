@@ -194,12 +194,53 @@ inline void begin_work(const void * object) {
     mine->uses.push_back(object);
 }
 
-// A computation on this backend begins, unless it is in the midst of one: a second one, inside of an
-// operation or an abort callback that the first has called, would free its work buffer.
-inline bool idle(ggml_backend_t backend) {
-    bool in_kernel = false;
+// The threads that CPU backends were given: several may have the same.
+inline by_address<const void *> pools_table;
+
+inline void note_pool(ggml_backend_t backend, const ggml_threadpool * pool) {
+    if (pool) {
+        pools_table.note(backend, pool);
+    } else {
+        pools_table.forget(backend);
+    }
+}
+
+inline void forget_pools(ggml_backend_t backend) {
+    pools_table.forget(backend);
+    for (size_t i = 0; i < n_children(backend); ++i) {
+        pools_table.forget(child(backend, i));
+    }
+}
+
+// Whether this thread is inside of an operation or an abort callback that a computation has called.
+inline bool called_in_kernel() {
     for (const python_entry * entry = state.entry; entry; entry = entry->entry_before) {
-        in_kernel |= entry->in_kernel;
+        if (entry->in_kernel) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// A computation on these threads begins, unless they are in the midst of one.
+inline bool idle(const ggml_threadpool * pool) {
+    if (pool) {
+        std::lock_guard<fork_safe_mutex> hold(computing_lock);
+        if (called_in_kernel() && works(pool)) {
+            check::why = "the threads are computing what this is called by";
+            return false;
+        }
+        begin_work(pool);
+    }
+    return true;
+}
+
+// A computation on this backend begins, unless it is in the midst of one: a second one, inside of what
+// the first has called, would free its work buffer.
+inline bool idle(ggml_backend_t backend) {
+    const auto pool = pools_table.find(backend);
+    if (pool && !idle((const ggml_threadpool *) *pool)) {
+        return false;
     }
     for (size_t i = 0; i < n_children(backend); ++i) {
         if (!idle(child(backend, i))) {
@@ -207,7 +248,7 @@ inline bool idle(ggml_backend_t backend) {
         }
     }
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
-    if (in_kernel && works(backend)) {
+    if (called_in_kernel() && works(backend)) {
         check::why = "the backend is computing what this is called by";
         return false;
     }

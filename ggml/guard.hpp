@@ -369,9 +369,6 @@ static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts;
 static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
     return ggml_cffi::allocators_table.find(galloc).value_or(1);
 }
-static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
-    return ggml_cffi::allocators_table.find(galloc).value_or(1);
-}
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
 static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }

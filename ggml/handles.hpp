@@ -71,7 +71,7 @@ inline void taken_over(handle kind, size_t n) {
 }
 
 // ggml was to free `value`, and has, or has given up on the way; half of it may be gone then.
-template <class T> void freed(handle kind, const T & value, bool completely, bool half) {
+template <class T> void freed(handle kind, const T & value, bool completely, bool half = false) {
     if (!is_something(value)) {
         return;
     }

@@ -7,7 +7,8 @@ the same type stands for one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,17 @@ def vec_dot(backend: Any) -> None:
 
 
 def set_n_threads(backend: Any) -> None:
-    invoke("ggml_backend_set_n_threads_t", registry("ggml_backend_set_n_threads"), backend, 1)
-    check_product(backend)
+    with Arena(backend) as arena:
+        threads: set[int] = set()
+        ctx = arena.context()
+        look = lambda dst, src, ith, nth: threads.add(threading.get_ident())  # noqa: E731
+        graph = arena.graph(ctx, capi.ggml_map_custom1(ctx, arena.weight(4), look, 2))
+        setter = registry("ggml_backend_set_n_threads")
+        for count in (2, 1):
+            invoke("ggml_backend_set_n_threads_t", setter, backend, count)
+            threads.clear()
+            capi.ggml_backend_graph_compute(backend, graph)
+            assert len(threads) == count
 
 
 def set_abort_callback(backend: Any) -> None:
@@ -193,13 +203,6 @@ def zeros(kind: str) -> list[Any]:
     ]
 
 
-@pytest.fixture
-def backend() -> Iterator[Any]:
-    made = capi.ggml_backend_cpu_init()
-    yield made
-    capi.ggml_backend_free(made)
-
-
 def test_the_table_is_complete() -> None:
     tables = tomllib.loads((ANNOTATIONS / "callbacks.toml").read_text(encoding="utf-8"))
     assert set(POINTERS) == {k for k, table in tables.items() if not table.get("used", True)}
@@ -207,33 +210,33 @@ def test_the_table_is_complete() -> None:
 
 
 @each
-def test_works(kind: str, backend: Any) -> None:
-    POINTERS[kind](backend)
+def test_works(kind: str, one_thread: Any) -> None:
+    POINTERS[kind](one_thread)
 
 
 @each
-def test_null_is_refused(kind: str, backend: Any) -> None:
+def test_null_is_refused(kind: str, one_thread: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind}: function must not be NULL"):
         invoke(kind, ffi.NULL, *zeros(kind))
-    check_product(backend)
+    check_product(one_thread)
 
 
 @each
-def test_an_abort_inside_is_an_exception(kind: str, backend: Any) -> None:
+def test_an_abort_inside_is_an_exception(kind: str, one_thread: Any) -> None:
     """The same C function stands for all: the CPU's, of a backend that is NULL."""
     aborts = registry("ggml_backend_set_n_threads")
     for _ in range(2):
         with pytest.raises(AbortError, match="GGML_ASSERT") as caught:
             invoke(kind, aborts, *zeros(kind))
         assert caught.value.function == kind
-    check_product(backend)
+    check_product(one_thread)
 
 
 @each
-def test_arguments_of_another_type_are_refused(kind: str, backend: Any) -> None:
+def test_arguments_of_another_type_are_refused(kind: str, one_thread: Any) -> None:
     aborts = registry("ggml_backend_set_n_threads")
     with pytest.raises(TypeError):
         invoke(kind, aborts, *zeros(kind)[:-1])
     with pytest.raises(TypeError):
         invoke(kind, aborts, *([object()] * len(zeros(kind))))
-    check_product(backend)
+    check_product(one_thread)

@@ -112,11 +112,12 @@ def test_memory_that_runs_out_in_c_code() -> None:
     """Where not even a few kilobytes are left; more is looked at, or tried, before."""
     ended = child("""
         import ctypes, re, resource
+        from pathlib import Path
         malloc = ctypes.CDLL(None).malloc
         malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         kind = int(capi.GGML_TYPE_IQ3_S)
         print("before", flush=True)
-        size = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+        size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
         resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024, resource.RLIM_INFINITY))
         for block in (1 << 20, 1 << 16, 1 << 12):
             while malloc(block):

@@ -72,7 +72,7 @@ def test_failures_on_worker_threads_stay_with_their_computation(cpu: Any) -> Non
         with Arena(backend) as arena:
             arena.callback(capi.ggml_backend_free, backend)
             graph, _, _ = custom(arena, function, n_tasks=2)
-            for _ in range(100):
+            for _ in range(40):
                 try:
                     capi.ggml_backend_graph_compute(backend, graph)
                     assert not fails, "the failure did not come out"
@@ -504,6 +504,36 @@ def test_within_an_abort_callback_its_backend_computes_nothing_else(arena: Arena
     graph, _, _ = custom(arena, lambda dst, src, ith, nth: None)
     capi.ggml_backend_graph_compute(cpu, graph)
     assert calls
+
+
+def test_within_an_operation_its_threads_compute_nothing_else(arena: Arena, cpu: Any) -> None:
+    """Not for another backend that has the same, nor for a plan with them."""
+    pool = capi.ggml_threadpool_new(capi.ggml_threadpool_params_default(2))
+    arena.callback(capi.ggml_threadpool_free, pool)
+    other = capi.ggml_backend_cpu_init()
+    arena.callback(capi.ggml_backend_free, other)
+    for backend in (cpu, other):
+        capi.ggml_backend_cpu_set_n_threads(backend, 2)
+        capi.ggml_backend_cpu_set_threadpool(backend, pool)
+    inner, _, _ = custom(arena, lambda dst, src, ith, nth: None)
+    calls = []
+
+    def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+        calls.append(ith)
+        for use in (
+            lambda: capi.ggml_backend_graph_compute(other, inner),
+            lambda: capi.ggml_graph_compute(inner, capi.ggml_graph_plan(inner, 2, pool)),
+        ):
+            with pytest.raises(ValueError, match="the threads are computing"):
+                use()
+        capi.ggml_graph_compute(inner, capi.ggml_graph_plan(inner, 2))
+
+    graph, _, _ = custom(arena, function, n_tasks=2)
+    capi.ggml_backend_graph_compute(cpu, graph)
+    assert sorted(calls) == [0, 1]
+    for backend in (cpu, other):
+        capi.ggml_backend_cpu_set_threadpool(backend, None)
+    capi.ggml_backend_graph_compute(other, inner)
 
 
 def test_within_an_eval_callback_the_backend_computes_and_the_scheduler_does_not(

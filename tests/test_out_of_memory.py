@@ -20,6 +20,7 @@ pytestmark = pytest.mark.own_memory
 
 SETUP = """
 import json, re, resource, sys
+from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[1])
 from _compute import F32, Arena, check_product
@@ -34,9 +35,10 @@ arena = Arena(cpu)
 check_product(cpu)
 
 def limit(room):
-    size = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+    size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
     resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024 + room, resource.RLIM_INFINITY))
 
+# Less than 32 MiB glibc may have left over from before; more it asks the system for.
 def tried(name, function, room=24 * MiB):
     limit(room)
     try:

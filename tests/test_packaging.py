@@ -267,7 +267,7 @@ def test_editable_install_beside_a_build_for_another_ggml(
 
 
 def test_a_system_prefix_is_linked_where_it_lies(checkout: Path, folder: Path, other: Path) -> None:
-    """Nothing is copied; when the system's ggml is exchanged, the import says so."""
+    """Nothing is copied; the import tells of another ggml that is loaded, or lies in its place."""
     root, dest = folder / "system", folder / "linked-to-system"
     shutil.copytree(find_prefix({}).root, root)
     dest.mkdir()
@@ -284,6 +284,13 @@ def test_a_system_prefix_is_linked_where_it_lies(checkout: Path, folder: Path, o
         str(dest / "site" / "ggml_cffi" / "_gen"),
         str(root / "lib64"),
     }
+
+    first = other / "lib64" / "libggml-base.so"
+    code = f"import ctypes; ctypes.CDLL({str(first)!r}); import ggml_cffi"
+    text = run(sys.executable, "-c", code, cwd=folder, fails=True, PYTHONPATH=path).splitlines()[-1]
+    assert text.startswith("ImportError: ")
+    assert f"in {root}/lib64/libggml" in text
+    assert f"in {first}" in text
 
     shutil.rmtree(root / "lib64")
     shutil.copytree(other / "lib64", root / "lib64")

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
 
 _REBUILD = "install the package anew (python -m pip install --force-reinstall .)"
+_STANDS_IN = (
+    "Another ggml in this process stands in for it: import ggml_cffi before that one, and without "
+    "GGML_CFFI_NO_DEEPBIND"
+)
 _SANITIZERS = ("libasan", "libtsan", "libubsan", "liblsan", "libclang_rt.")
 _import_lock = threading.Lock()  # the dlopen flags are the interpreter's, not the thread's
 
@@ -156,8 +161,7 @@ def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleTyp
             ) from error
         except ImportError as error:
             raise ImportError(
-                f"the extension of ggml_cffi cannot be loaded: {error}. {_what_lies_there(info)}"
-                f"{_REBUILD[0].upper()}{_REBUILD[1:]}",
+                f"the extension of ggml_cffi cannot be loaded: {error}. {_what_is_there(info)}",
                 name=name,
                 path=error.path,
             ) from error
@@ -165,20 +169,37 @@ def _import_extension(environ: Mapping[str, str], info: ModuleType) -> ModuleTyp
             sys.setdlopenflags(before)
 
 
-def _what_lies_there(info: ModuleType) -> str:
-    """Say which ggml is in the system's folder now: another one may lack what is linked to."""
+def _what_is_there(info: ModuleType) -> str:
+    """Say which ggml is loaded, or lies in the system's folder, now: it may lack what is needed."""
+    rebuild = f"{_REBUILD[0].upper()}{_REBUILD[1:]}"
     if info.SYSTEM_LIBDIR is None:
-        return ""
+        return rebuild
+    expected = library_files(info)["ggml-base"]
+    text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {expected}"
+    for path in _loaded("ggml-base"):
+        if os.path.dirname(path) != os.path.realpath(info.SYSTEM_LIBDIR):  # maps has no links
+            return f"{text}, but it is served by {_ggml_in(path)} in {path}. {_STANDS_IN}"
+    for found in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
+        if about := _ggml_in(str(found)):
+            return f"{text}; {found} is {about} now. {rebuild}"
+    return f"{text}; there is no libggml-base.so that can be loaded now. {rebuild}"
+
+
+def _loaded(library: str) -> list[str]:
+    """The files of this library in the process, whoever loaded them."""
+    found = re.findall(rf"^(?:\S+ +){{5}}(/.*/lib{library}\.so[\d.]*)$", _memory_maps(), re.M)
+    return list(dict.fromkeys(found))
+
+
+def _ggml_in(path: str) -> str:
+    """The version and commit that a library tells, in words; "" if it tells none."""
     import ctypes
 
-    text = f"It was built for ggml {info.GGML_VERSION} ({info.GGML_COMMIT}) in {info.SYSTEM_LIBDIR}"
-    for path in sorted(Path(info.SYSTEM_LIBDIR).glob("libggml-base.so*")):
-        with contextlib.suppress(OSError, AttributeError):
-            base = ctypes.CDLL(str(path))
-            base.ggml_version.restype = base.ggml_commit.restype = ctypes.c_char_p
-            version, commit = base.ggml_version().decode(), base.ggml_commit().decode()
-            return f"{text}; {path} is ggml {version} ({commit}) now. "
-    return f"{text}; there is no libggml-base.so that can be loaded now. "
+    with contextlib.suppress(OSError, AttributeError):
+        base = ctypes.CDLL(path)
+        base.ggml_version.restype = base.ggml_commit.restype = ctypes.c_char_p
+        return f"ggml {base.ggml_version().decode()} ({base.ggml_commit().decode()})"
+    return ""
 
 
 def _check_served(module: Any, info: ModuleType) -> None:
@@ -192,17 +213,18 @@ def _check_served(module: Any, info: ModuleType) -> None:
             served[name] = os.fsdecode(ffi.string(path))
     version, commit = _text(module, "ggml_version"), _text(module, "ggml_commit")
     same = version in (None, info.GGML_VERSION) and commit in (None, info.GGML_COMMIT)
-    strange: list[str] = []
-    if info.SYSTEM_LIBDIR is None:  # a system's libraries may be found elsewhere, if they are those
+    if info.SYSTEM_LIBDIR is None:
         strange = [n for n, path in served.items() if not _same_file(path, expected[n])]
+    else:  # all may be found elsewhere, if they are those; a name may have several files there
+        folders = {n: os.path.realpath(os.path.dirname(path)) for n, path in served.items()}
+        home = os.path.realpath(info.SYSTEM_LIBDIR)
+        moved = same and len(set(folders.values())) == 1
+        strange = [] if moved else [n for n, folder in folders.items() if folder != home]
     if same and not strange:
         return
     name = strange[0] if strange else next(iter(served), "ggml-base")
     if strange:
-        advice = (
-            "Another ggml in this process stands in for it: import ggml_cffi before that one, and "
-            "without GGML_CFFI_NO_DEEPBIND"
-        )
+        advice = _STANDS_IN
     elif info.SYSTEM_LIBDIR is not None:
         advice = f"The system's ggml has changed: {_REBUILD}"
     else:

@@ -114,6 +114,12 @@ WRONG = {
     ),
     "callback that is not annotated": ("callbacks.toml", "", 1, "toy_visit_t"),
     "callback that cannot fail": ("callbacks.toml", "[toy_visit_t]\n", 1, "on_error"),
+    "what C gets is no bool": (
+        "callbacks.toml",
+        "[toy_visit_t]\non_error = 'false'\ngone = 'yes'\n",
+        3,
+        "gone must be a bool",
+    ),
     "bad threads": (
         "callbacks.toml",
         "[toy_visit_t]\non_error = 'false'\nthreads = 'all'\n",

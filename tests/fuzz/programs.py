@@ -643,7 +643,7 @@ def _conv_1d(b: Builder) -> Sequence[Any]:
     kernel = b.of((b.one_of((1, 2, 3)), channels, max(b.extent(), 1)), HALVES, plain=True)
     return (
         kernel,
-        b.of((n, channels, b.one_of((1, 2))), plain=True),
+        b.of((n, channels, b.one_of((1, 1, 1, 2))), plain=True),
         b.one_of((1, 2)),
         b.choose(3),
         1,

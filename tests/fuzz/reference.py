@@ -563,7 +563,9 @@ def _conv_1d(kernel: Array, x: Array, step: int, pad: int, dilation: int) -> Any
     return found[:, :, 0][None], off[:, :, 0][None]
 
 
-def _pool(a: Array, op: int, kernel: tuple[int, int], steps: tuple[int, int]) -> Array:
+def _pool(a: Array, op: int, kernel: tuple[int, int], steps: tuple[int, int]) -> Any:
+    if a.size == 0:
+        return UNKNOWN
     windows = np.lib.stride_tricks.sliding_window_view(a, kernel, (2, 3))
     windows = windows[:, :, :: steps[0], :: steps[1]]
     return windows.max((4, 5)) if op == capi.GGML_OP_POOL_MAX else windows.mean((4, 5))
@@ -651,4 +653,5 @@ def difference(function: str, args: list[Any], result: Any) -> str | None:
 
 def _quantised_step(wanted: Array, type: int) -> Array:
     """How far a number may be from what it is rounded to, given the largest of its row."""
-    return 0.3 * np.abs(wanted).max(-1, keepdims=True, initial=0) + 1e-3
+    largest = np.abs(wanted).max(-1, keepdims=True, initial=0)
+    return np.where(largest < 1e4, 0.3 * largest + 1e-3, np.inf)  # the scale is a half float

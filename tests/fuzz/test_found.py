@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from _compute import Arena
 
-from ggml_cffi import capi, device
+from ggml_cffi import AbortError, capi, device
 from ggml_cffi.meta import MetaDevice, SplitState
 
 F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
@@ -181,3 +181,15 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
     wanted = on(device("CPU"), leaves, build)
     assert np.abs(spread(states) - wanted).max() > 1e-2
     np.testing.assert_allclose(spread(mended), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
+def test_operands_by_rows_that_a_meta_device_holds_in_different_ways():
+    """ggml looks at the first one only; with several threads the process would end."""
+    rows = np.arange(8, dtype=np.int32).reshape(4, 2)
+    cuts = [MIRRORED, SplitState.split(1, [2, 2])]
+    with (
+        MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta,
+        pytest.raises(AbortError, match=r"ggml_are_same_shape\(src0, src1\)"),
+    ):
+        on(meta, [rows, rows], capi.ggml_count_equal)

@@ -54,12 +54,11 @@ class Pooled(FakeDevice):
     def _event_new(self, dev: Any) -> Any:
         if self.refuses:
             return ffi.NULL
-        for made in self.pool:
-            if address(made) not in self.events:
-                break
-        else:
+        if len(self.events) == len(self.pool):
             made = ffi.new("void *[2]", [ffi.cast("void *", self.pointer), ffi.NULL])
             self.pool.append(made)
+        else:
+            made = next(free for free in self.pool if address(free) not in self.events)
         self.events[address(made)] = Mark()
         return made
 
