@@ -260,7 +260,7 @@ def releases(session: nox.Session) -> None:
 
 def release(session: nox.Session, name: str) -> Path:
     """The install prefix in a release's wheel."""
-    folder = Path(session.cache_dir) / "releases" / name
+    folder = Path(session.cache_dir).resolve() / "releases" / name
     if not (folder / "libggml" / "include").is_dir():
         pip = ("python", "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}")
         session.run(*pip, f"libggml-python=={name}")
