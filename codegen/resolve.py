@@ -74,6 +74,7 @@ class CallbackKind:
     slots: tuple[str, ...] = ()
     gone: bool | None = None
     in_kernel: bool = False
+    between_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -501,6 +502,7 @@ def _callbacks(
                 scalar_kind(api, pointed.returns) == "struct",
                 tuple(slots.get(typedef.name, ())), table.get("gone"),
                 table.get("in_kernel", False),
+                table.get("between_steps", False),
             )
         )  # fmt: skip
     return tuple(kinds)

@@ -124,8 +124,12 @@ class _Resource:
             for parent in self.parents:
                 parent.users += 1
 
-    def drop(self) -> None:
-        """One user less; the last one frees it. Raises what freeing it raised."""
+    def drop(self, refusable: bool = False) -> None:
+        """One user less; the last one frees it. Raises what freeing it raised.
+
+        A ValueError says that a computation uses it, and nothing has been done: with `refusable`,
+        the user stays one.
+        """
         with _lock:
             self.users -= 1
             if self.users:
@@ -134,7 +138,11 @@ class _Resource:
         if self.free is not None and self.pid == os.getpid():
             try:
                 self.free(self.handle)
-            except BaseException:
+            except BaseException as error:
+                if refusable and isinstance(error, ValueError):
+                    with _lock:
+                        self.users += 1
+                    raise
                 # It is lost: nobody can use or free it any more. But what is left of it may go on
                 # by itself, on threads or streams of its own, and refers to what it needs: that
                 # stays for the life of the process, the memory of Python's as well.
@@ -210,12 +218,16 @@ class Owned(Closing, Generic[_Handle]):
         self, handle: _Handle, free: Callable[[_Handle], object], keep: tuple[object, ...] = ()
     ) -> None:
         self._resource = _Resource(handle, free, keep)
-        self._finalizer = weakref.finalize(self, _collected, self._resource)
-        self._finalizer.atexit = False
+        self._begin()
         self._children: weakref.WeakSet[Owned[Any]] = weakref.WeakSet()
         for parent in keep:
             if isinstance(parent, Owned):
                 parent._children.add(self)
+
+    def _begin(self) -> None:
+        """From now on the garbage collector frees it."""
+        self._finalizer = weakref.finalize(self, _collected, self._resource)
+        self._finalizer.atexit = False
 
     @property
     def handle(self) -> _Handle:
@@ -237,7 +249,8 @@ class Owned(Closing, Generic[_Handle]):
     def close(self) -> None:
         """Free it, and before that all that depends on it. Closing twice is fine.
 
-        Raises the first exception of those that freeing them raised; all are closed then.
+        Raises the first exception of those that freeing them raised; all are closed then, but for
+        what a computation uses: that is a ValueError, and it stays as it is.
         """
         self._close()
 
@@ -246,7 +259,12 @@ class Owned(Closing, Generic[_Handle]):
 
     def _drop(self) -> None:
         if self._finalizer.detach() is not None:  # by one thread only
-            self._resource.drop()
+            try:
+                self._resource.drop(refusable=True)
+            except ValueError:
+                if self._resource.users:
+                    self._begin()
+                raise
 
     def _gone(self) -> str:
         """What became of it, for an error message."""
