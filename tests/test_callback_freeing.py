@@ -13,7 +13,7 @@ import pytest
 from _callback_places import EpochTrain
 from _compute import Arena, check_product
 
-from ggml_cffi import Backend, _callbacks, capi, device, diagnostics
+from ggml_cffi import Backend, _callbacks, _handles, capi, device, diagnostics
 
 USED = "a computation that has not ended uses it"
 
@@ -168,6 +168,26 @@ def test_a_backend_object_that_was_not_closed_is_collected(arena: Arena) -> None
     del held[:], backend
     gc.collect()
     assert diagnostics.live_handles()["ggml_backend"] == before.get("ggml_backend", 0)
+
+
+def test_a_backend_object_that_is_collected_in_its_operation_is_lost(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could catch an exception: it is logged, and the computation goes on."""
+
+    def inside() -> None:
+        held.clear()
+        gc.collect()
+
+    held = [Backend(device("CPU"), 1)]
+    handle = held[0].handle
+    operation = Operation(arena, inside)
+    capi.ggml_backend_graph_compute(handle, operation.graph)
+    assert (operation.n_calls, held) == (1, [])
+    assert USED in caplog.text
+    check_product(handle)
+    assert _handles._lost.pop().handle == handle
+    capi.ggml_backend_free(handle)
 
 
 # ---- training
