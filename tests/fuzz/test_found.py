@@ -167,11 +167,11 @@ WRONG = {
         lambda ctx, a: capi.ggml_neg(ctx, capi.ggml_reshape_3d(ctx, a, 12, 2, 16)),
         [MIRRORED],
     ),
-    Limit.JOINED: (  # read device by device
-        [numbers(3, 8)],
-        [SplitState.split(0, [4, 4])],
-        lambda ctx, a: capi.ggml_neg(ctx, capi.ggml_reshape_1d(ctx, a, 24)),
-        [MIRRORED],
+    Limit.JOINED: (  # the reshape makes segments, which a product forgets: it is read by device
+        [numbers(3, 4, 8), numbers(5, 8)],
+        [SplitState.split(1, [2, 2]), MIRRORED],
+        lambda ctx, a, x: capi.ggml_mul_mat(ctx, capi.ggml_reshape_2d(ctx, a, 8, 12), x),
+        [MIRRORED, MIRRORED],
     ),
     Limit.ADD_ID: (  # the second device takes the first of its rows for the first of all
         [numbers(1, 4, 8), numbers(4, 8), np.array([[0, 1, 1, 0]], np.int32)],
