@@ -211,7 +211,8 @@ inline void forget_plan(ggml_backend_sched_t scheduler) {
 
 #ifdef GGML_CFFI_LINKS_GGML_CPU
 // ggml frees a CPU backend's work buffer before it allocates a larger one: if that throws, the
-// backend is left with the freed one. So try first. Throws std::bad_alloc.
+// backend is left with the freed one. So try first. Throws std::bad_alloc. A child of a meta backend
+// is tried with the work of the whole graph, more than its share needs: MemoryError comes a little early.
 inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
     for (size_t i = 0; i < n_children(backend); ++i) {
         can_work(child(backend, i), graph);
