@@ -54,6 +54,13 @@ def address(handle: object) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
+def _in_use(handle: object) -> bool:
+    """Whether a computation uses it, so that freeing it is refused."""
+    from ._loader import ffi, lib
+
+    return isinstance(handle, ffi.CData) and bool(lib.ggml_cffi_in_use(handle))
+
+
 class Closing:
     """What can be closed is a context manager, which closes it in the end."""
 
@@ -127,8 +134,8 @@ class _Resource:
     def drop(self, refusable: bool = False) -> None:
         """One user less; the last one frees it. Raises what freeing it raised.
 
-        A ValueError says that a computation uses it, and nothing has been done: with `refusable`,
-        the user stays one.
+        Where that was refused, because a computation uses it, nothing has been done: with
+        `refusable`, the user stays one.
         """
         with _lock:
             self.users -= 1
@@ -139,7 +146,7 @@ class _Resource:
             try:
                 self.free(self.handle)
             except BaseException as error:
-                if refusable and isinstance(error, ValueError):
+                if refusable and isinstance(error, ValueError) and _in_use(self.handle):
                     with _lock:
                         self.users += 1
                     raise
