@@ -40,7 +40,7 @@ _OF_PARAMETERS = frozenset(
      "defaults")
 )  # fmt: skip
 CALLBACK_KEYS = frozenset(
-    ("threads", "on_error", "gone", "in_kernel", "between_steps", "used", "note")
+    ("threads", "on_error", "gone", "in_kernel", "between_steps", "used", "note", "after")
 )
 
 

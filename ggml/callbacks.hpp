@@ -228,6 +228,16 @@ struct computation {
         take_eval_callbacks();
     }
 };
+// In a child of a fork only the computations of the thread that forked are there.
+inline void forget_other_threads() {
+    n_computing = 0;
+    at_work.clear();
+    for (const computation * mine = details().computing; mine; mine = mine->before) {
+        ++n_computing;
+        at_work.insert(at_work.end(), mine->uses.begin(), mine->uses.end());
+    }
+    take_eval_callbacks();
+}
 inline bool computes_somewhere() {
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
     return n_computing > 0;

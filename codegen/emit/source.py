@@ -189,9 +189,10 @@ def _invoker(binding: Binding, typedef: ir.Typedef) -> str:
     kind = invoker(binding, typedef)
     arguments = ", ".join(p.name for p in kind.params[1:])
     void = scalar_kind(binding.api, kind.returns) == "void"
+    after = binding.after_pointers.get(typedef.name, "")
     return (
         f"static {ir.declare(kind, f'ggml_cffi_raw_{typedef.name}')} "
-        f"{{ {'' if void else 'return '}function({arguments}); }}"
+        f"{{ {'' if void else 'return '}function({arguments});{f' {after};' if after else ''} }}"
     )
 
 

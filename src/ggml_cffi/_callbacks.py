@@ -509,6 +509,7 @@ def _device_of(value: Any) -> Any:
     return None
 
 
-lib.ggml_cffi_install()
+if not lib.ggml_cffi_install():
+    raise ImportError("ggml_cffi: no functions to call at a fork or at the end can be registered")
 load_backends()  # what ggml says of them goes to our log
 atexit.register(flush)  # a line that ggml has only begun
