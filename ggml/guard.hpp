@@ -31,7 +31,8 @@ inline std::atomic<bool> user_abort{false};           // Python wants to hear of
 // ---- abort
 
 struct kernel_search {
-    bool found;
+    const void * region;
+    bool         found;
 };
 
 inline bool is_cpu_library(const char * path) {
@@ -40,6 +41,9 @@ inline bool is_cpu_library(const char * path) {
 }
 
 inline _Unwind_Reason_Code find_kernel(_Unwind_Context * context, void * data) {
+    if (_Unwind_GetCFA(context) > (uintptr_t) ((kernel_search *) data)->region) { // the stack grows downwards
+        return _URC_END_OF_STACK;
+    }
     Dl_info info;
     if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname && is_cpu_library(info.dli_fname)) {
         ((kernel_search *) data)->found = true;
@@ -48,10 +52,10 @@ inline _Unwind_Reason_Code find_kernel(_Unwind_Context * context, void * data) {
     return _URC_NO_REASON;
 }
 
-// Whether the CPU backend's own code is running on this thread: its other threads would then wait
-// for this one in a barrier for ever.
-inline bool in_kernel() {
-    kernel_search search{false};
+// Whether the CPU backend's own code is running inside the guarded call: its other threads would then
+// wait for this one in a barrier for ever.
+inline bool in_kernel(const region * inside) {
+    kernel_search search{inside, false};
     _Unwind_Backtrace(find_kernel, &search);
     return search.found;
 }
@@ -83,7 +87,7 @@ inline void tell_python(const char * message);
 
 inline void on_abort(const char * message) {
     region * inside = state.inside;
-    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
+    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel(inside))) {
         const bool freeing = inside->how == leave::by_jump || is_freeing(inside);
         caught_aborts.fetch_add(!freeing || inside->jump, std::memory_order_relaxed);
         if (!freeing) {

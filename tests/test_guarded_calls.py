@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from _compute import F32, Arena
 
-from ggml_cffi import _callbacks, capi
+from ggml_cffi import AbortError, _callbacks, capi
 
 
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
@@ -112,3 +112,28 @@ def test_a_forked_child_runs_the_exit_handlers_of_c(computing: bool) -> None:
             thread.join()
     """)
     assert (ended.returncode, ended.stdout) == (0, "42\n"), ended.stderr
+
+
+def test_an_abort_outside_kernels_inside_of_an_operation(arena: Arena, cpu: Any) -> None:
+    """Where the kernel on the stack is the outer computation's, nobody waits for this thread."""
+    threads = capi.ggml_backend_cpu_init()  # of four threads
+    arena.callback(capi.ggml_backend_free, threads)
+    scheduler = capi.ggml_backend_sched_new([threads], None, 4, False, False)
+    arena.callback(capi.ggml_backend_sched_free, scheduler)
+    ctx = arena.context()
+    many = arena.tensor(8, ctx=ctx)
+    for _ in range(60):
+        many = capi.ggml_sqr(ctx, many)
+    large = arena.graph(ctx, many, allocate=False)
+    caught = []
+
+    def operation(dst: Any, a: Any, ith: int, nth: int) -> None:
+        with pytest.raises(AbortError) as error:
+            capi.ggml_backend_sched_graph_compute(scheduler, large)
+        caught.append(error.value)
+
+    x = arena.weight(64)
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_map_custom1(ctx, x, operation, 1))
+    capi.ggml_backend_graph_compute(cpu, graph)
+    assert len(caught) == 1 and "hash_set" in str(caught[0])

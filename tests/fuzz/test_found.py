@@ -72,6 +72,22 @@ def test_soft_max_back_does_not_write_over_the_result_that_it_reads(arena, kept)
             compute(arena, ctx, result)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["shared", "kept"])
+def test_soft_max_does_not_write_over_the_sinks_that_it_reads(arena, kept):
+    ctx = arena.context()
+    sinks = capi.ggml_sqr(ctx, leaf(arena, np.float32([2])))
+    if kept:
+        capi.ggml_set_output(sinks)
+    result = capi.ggml_soft_max(ctx, leaf(arena, np.float32([[1]])))
+    capi.ggml_soft_max_add_sinks(result, sinks)
+    if kept:
+        wanted = np.exp(1) / (np.exp(1) + np.exp(4))
+        np.testing.assert_allclose(compute(arena, ctx, result), wanted, rtol=1e-5)
+    else:
+        with pytest.raises(ValueError, match=r"SOFT_MAX .* would write over SQR"):
+            compute(arena, ctx, result)
+
+
 def test_a_result_that_takes_the_place_of_its_first_operand_is_right(arena):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 3, 8), np.float32)
