@@ -213,7 +213,8 @@ def asan(session: nox.Session) -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",  # ASan sees each of Python's objects then
     }
-    chosen = ("-m", "not packaging and not slow and not own_memory and not isolation")
+    outside = ("packaging", "slow", "own_memory", "isolation", "no_sanitizer")
+    chosen = ("-m", " and ".join(f"not {name}" for name in outside))
     pytest(session, "tests", *chosen, "--ignore=tests/codegen", *PARALLEL, **environ)
 
 
@@ -260,7 +261,7 @@ def releases(session: nox.Session) -> None:
 
 def release(session: nox.Session, name: str) -> Path:
     """The install prefix in a release's wheel."""
-    folder = Path(session.cache_dir) / "releases" / name
+    folder = Path(session.cache_dir).resolve() / "releases" / name
     if not (folder / "libggml" / "include").is_dir():
         pip = ("python", "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}")
         session.run(*pip, f"libggml-python=={name}")
@@ -293,7 +294,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
-    """Every session: all tests on all Pythons, backends and releases of ggml, the benchmarks."""
-    names = ("lint", "codegen", "typing", "tests", "asan", "fuzz", "releases", "demo", "bench")
-    for name in names:
+    """Every session but `regenerate`, which writes files; `core` and the tests on all Pythons."""
+    names = "lint codegen typing tests core asan fuzz releases demo bench"
+    for name in names.split():
         session.notify(name)

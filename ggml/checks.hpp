@@ -1000,15 +1000,25 @@ inline bool on_cpu(ggml_backend_t backend) {
     return ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
-// The graph allocator may put the result of these operations over their second operand, as it does
-// with operations that are done element by element; but they read that once they have written.
-inline bool may_write_over(const ggml_tensor * node) {
-    return (node->op == GGML_OP_ADD_ID || node->op == GGML_OP_SOFT_MAX_BACK) && node->src[1];
+// The graph allocator may put the result of these operations over this operand, as it does with
+// operations that are done element by element; but they read it once they have written.
+inline const ggml_tensor * read_late(const ggml_tensor * node) {
+    switch (node->op) {
+        case GGML_OP_ADD_ID:
+        case GGML_OP_SOFT_MAX_BACK:
+            return node->src[1];
+        case GGML_OP_SOFT_MAX:
+            return node->src[2]; // the sinks
+        default:
+            return nullptr;
+    }
 }
 
+inline bool may_write_over(const ggml_tensor * node) { return read_late(node); }
+
 inline bool spares_operands(const ggml_tensor * node) {
-    const ggml_tensor * second = node->src[1];
-    if (!may_write_over(node) || !second->data || !node->data || buffer_of(node) != buffer_of(second)) {
+    const ggml_tensor * second = read_late(node);
+    if (!second || !second->data || !node->data || buffer_of(node) != buffer_of(second)) {
         return true;
     }
     const char * start = (const char *) node->data;

@@ -31,23 +31,31 @@ inline std::atomic<bool> user_abort{false};           // Python wants to hear of
 // ---- abort
 
 struct kernel_search {
-    bool found;
+    const void * region;
+    bool         found;
 };
 
+inline bool is_cpu_library(const char * path) {
+    const char * slash = std::strrchr(path, '/');
+    return std::strstr(slash ? slash : path, "libggml-cpu");
+}
+
 inline _Unwind_Reason_Code find_kernel(_Unwind_Context * context, void * data) {
+    if (_Unwind_GetCFA(context) > (uintptr_t) ((kernel_search *) data)->region) { // the stack grows downwards
+        return _URC_END_OF_STACK;
+    }
     Dl_info info;
-    if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname &&
-        std::strstr(info.dli_fname, "libggml-cpu")) {
+    if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname && is_cpu_library(info.dli_fname)) {
         ((kernel_search *) data)->found = true;
         return _URC_END_OF_STACK;
     }
     return _URC_NO_REASON;
 }
 
-// Whether the CPU backend's own code is running on this thread: its other threads would then wait
-// for this one in a barrier for ever.
-inline bool in_kernel() {
-    kernel_search search{false};
+// Whether the CPU backend's own code is running inside the guarded call: its other threads would then
+// wait for this one in a barrier for ever.
+inline bool in_kernel(const region * inside) {
+    kernel_search search{inside, false};
     _Unwind_Backtrace(find_kernel, &search);
     return search.found;
 }
@@ -79,7 +87,7 @@ inline void tell_python(const char * message);
 
 inline void on_abort(const char * message) {
     region * inside = state.inside;
-    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel())) {
+    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel(inside))) {
         const bool freeing = inside->how == leave::by_jump || is_freeing(inside);
         caught_aborts.fetch_add(!freeing || inside->jump, std::memory_order_relaxed);
         if (!freeing) {
@@ -109,10 +117,26 @@ inline void on_abort(const char * message) {
 
 template <auto F, class Traits> struct call;
 
+// C may call a guarded function itself, having its address, inside of another guarded call: what
+// callbacks raise afterwards is still of the outer call.
+struct outer_serial {
+    thread_state & s;
+    const bool     nested;
+    const uint64_t serial;
+    explicit outer_serial(thread_state & of) : s(of), nested(of.inside), serial(of.serial) {}
+    outer_serial(const outer_serial &) = delete;
+    ~outer_serial() {
+        if (nested) {
+            s.serial = serial;
+        }
+    }
+};
+
 template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits> {
     // GCC gives a forced unwind, which is no object, as a reference to nothing: no matter for UBSan.
     [[gnu::no_sanitize("null")]] static R now(A... a) {
         thread_state & s = state;
+        const outer_serial kept(s);
         s.kind = no_error;
         s.serial = ++s.n_calls;
         const bool raised_before = s.raised;
@@ -371,7 +395,6 @@ static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
 }
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
-static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 
 static void ggml_cffi_set_user_abort(bool wanted) { ggml_cffi::user_abort = wanted; }
 
@@ -405,9 +428,9 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
     }
 }
 
-// Called once, at import.
-static void ggml_cffi_install(void) {
+// Called once, at import. Whether the process could be prepared.
+static bool ggml_cffi_install(void) {
     ggml_set_abort_callback(ggml_cffi::on_abort);
     ggml_log_set(ggml_cffi_log, nullptr);
-    ggml_cffi::prepare_process();
+    return ggml_cffi::prepare_process();
 }

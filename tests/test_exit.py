@@ -271,6 +271,7 @@ WORK = {
 }
 
 
+@pytest.mark.no_sanitizer
 @pytest.mark.parametrize("name", WORK)
 def test_while_daemon_threads_are_at_work(name: str) -> None:
     ends_well(textwrap.dedent(WORK[name]) + "in_daemons(work)")
@@ -346,6 +347,7 @@ atexit.register(work, "the first")
     ends_well(body, mode, LATE, "the first\nthe last\n")
 
 
+@pytest.mark.no_sanitizer
 @pytest.mark.parametrize("name", WORK)
 def test_from_atexit_while_daemon_threads_are_at_work(name: str) -> None:
     body = f"""
@@ -531,6 +533,7 @@ fresh()
     ends_well(OPEN + FORKED + body, mode)
 
 
+@pytest.mark.no_sanitizer
 @pytest.mark.parametrize("name", ["making and freeing", "splitting", "functions", "nested"])
 def test_forks_while_threads_are_at_work(name: str) -> None:
     """Whatever lock a thread holds in that moment, the child does not wait for it."""

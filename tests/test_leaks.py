@@ -54,7 +54,8 @@ def results(need: Callable[[object, str], None]) -> Results:
         timeout=600,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stderr.splitlines() if "Sanitizer failed to allocate" not in line]
+    assert (done.returncode, told) == (0, [])
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert list(found) == NAMES
     return found
@@ -76,7 +77,7 @@ def growth(left: dict[str, Any]) -> dict[str, object]:
         "handles": left["handles"],
         "lost": left["lost"],
         "tables": {table: size for table, size in left["tables"].items() if size > n / 100},
-        "objects": left["objects"] > OBJECTS * n,
+        "objects": left["objects"] > OBJECTS * max(n, 1000),
     }
 
 
@@ -169,6 +170,10 @@ def test_each_caught_abort_is_counted(results: Results, name: str) -> None:
         assert not growth(left)["objects"]
 
 
+def test_each_cost_is_said_and_measured() -> None:
+    assert set(STATED) == set(costs.ABORTS)
+
+
 @of_the_pin
 @pytest.mark.own_memory
 @pytest.mark.parametrize("name", costs.ABORTS)
@@ -177,7 +182,7 @@ def test_what_a_caught_abort_costs(results: Results, name: str) -> None:
     guard, stated = STATED[name]
     assert guard == costs.ABORTS[name].guard
     if left["allocated"] is not None:
-        assert left["allocated"] <= (stated + ALLOCATED) * left["n"]
+        assert stated / 2 * left["n"] <= left["allocated"] <= (stated + ALLOCATED) * left["n"]
     assert left["resident"] <= stated * left["n"] + RESIDENT
 
 

@@ -334,6 +334,7 @@ def test_the_end_is_silent() -> None:
     assert "begun\n" in result.stdout
 
 
+@pytest.mark.no_sanitizer
 def test_the_end_while_a_thread_logs() -> None:
     result = child("""
         import threading, time

@@ -396,15 +396,6 @@ def _solve_tri(b: Builder) -> Sequence[Any]:
     return a, b.of((max(b.extent(), 1), a.ne[1], a.ne[2]), plain=True), True, True, False
 
 
-def _step(b: Builder) -> Sequence[Any]:
-    return b.any((F32,), lambda t: t.contiguous)
-
-
-def _adamw(b: Builder) -> Sequence[Any]:
-    a = b.filled()
-    return a, *[b.of(a.ne, plain=True) for _ in range(3)], b.of((7,), plain=True)
-
-
 def _lightning(b: Builder) -> Sequence[Any]:
     d, heads, tokens, cells = 64, b.one_of((2, 4)), max(b.extent() % 8, 1), max(b.extent() % 64, 1)
     return (
@@ -413,6 +404,11 @@ def _lightning(b: Builder) -> Sequence[Any]:
         b.of((heads, tokens), plain=True),
         b.of((cells, tokens), (F16,), plain=True),
     )
+
+
+def _add_cast(b: Builder) -> Sequence[Any]:
+    a = b.any((F16, BF16, *BLOCKS), lambda t: t.nb[0] == capi.ggml_type_size(t.type))
+    return a, b.of(a.ne), F32
 
 
 _enter(
@@ -429,7 +425,7 @@ _enter("leaky_relu", lambda b: (b.plain(HALVES), 0.1, bool(b.choose(2))))
 _enter("add sub mul div", _binary, inplace=True)
 _enter("add1", lambda b: (b.floats(), b.leaf(F32, (1,))), inplace=True)
 _enter("add_id", _add_id)
-_enter("add_cast", lambda b: (*_same(b), F32))
+_enter("add_cast", _add_cast)
 _enter("scale", lambda b: (b.plain(), b.one_of((0.5, -2.0, 0.0))), inplace=True)
 _enter("scale_bias", lambda b: (b.plain(), 0.5, 1.0), inplace=True)
 _enter("clamp", lambda b: (b.plain(HALVES), -1.0, b.one_of((1.0, 0.25))))
@@ -546,11 +542,6 @@ _enter(
 _enter("cross_entropy_loss", _cross_entropy)
 _enter("cross_entropy_loss_back", lambda b: (b.of((1,), plain=True), *_cross_entropy(b)))
 _enter("solve_tri", _solve_tri)
-_enter("opt_step_adamw", _adamw)
-_enter(
-    "opt_step_sgd",
-    lambda b: (lambda a: (a, b.of(a.ne, plain=True), b.of((2,), plain=True)))(b.filled()),
-)
 _enter("lightning_indexer", _lightning)
 
 for _name in [name for name in OPERATIONS if not hasattr(capi, name)]:
