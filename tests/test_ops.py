@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import nullcontext
 
+import _references as ref
 import numpy as np
 import pytest
 from op_table import CASES, WITHOUT_REFERENCE
@@ -12,6 +13,7 @@ from op_table import CASES, WITHOUT_REFERENCE
 from ggml_cffi import capi, device, ops, quants
 from ggml_cffi.context import Context
 from ggml_cffi.dtypes import element_type, is_quantized
+from ggml_cffi.errors import OperandError
 from ggml_cffi.graph import Graph
 
 CPU = device("CPU")
@@ -105,3 +107,109 @@ def test_cast_which_ggml_makes_an_operand_of_itself():
 def test_axes_of_the_result(make, shape):
     """As many as are asked for by ne0, ne1 and so on, else as many as the operands have."""
     assert make(Context().tensor((2, 3, 4))).shape == shape
+
+
+A, B = np.float32(np.arange(24).reshape(2, 3, 4) % 7), np.float32(np.arange(12).reshape(3, 4) % 5)
+IMAGE, KERNEL = A.reshape(1, 2, 3, 4), np.float16(np.arange(16).reshape(2, 2, 2, 2))
+QKV = {
+    name: np.float32(np.arange(64).reshape(1, 1, 2, 32) % n)
+    for name, n in zip("qkv", (3, 5, 7), strict=True)
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "expected"),
+    [
+        (lambda a: ops.norm(a), {"a": A}, ref.norm(A, 1e-5)),
+        (lambda a: ops.rms_norm(a), {"a": A}, ref.rms_norm(A, 1e-5)),
+        (lambda a: ops.l2_norm(a), {"a": A}, ref.l2_norm(A, 1e-12)),
+        (lambda a: ops.group_norm(a, 2), {"a": A}, ref.group_norm(A, 2, 1e-6)),
+        (lambda a: ops.soft_max_ext(a), {"a": A}, ref.soft_max(A)),
+        (lambda a: ops.soft_max_ext(a, scale=0.5), {"a": A}, ref.soft_max(A * 0.5)),
+        (lambda a: ops.argsort(a), {"a": B[:1, :4]}, np.argsort(B[:1, :4])),
+        (lambda a: ops.diag_mask_zero(a), {"a": B}, np.tril(B)),
+        (lambda a: ops.pad(a, p1=2), {"a": B}, np.pad(B, ((0, 2), (0, 0)))),
+        (lambda a: ops.roll(a, shift1=1), {"a": B}, np.roll(B, 1, 0)),
+        (lambda a: ops.view_1d(a, 5), {"a": B}, B.ravel()[:5]),
+        (lambda a: ops.leaky_relu(a, 0.1), {"a": B - 2}, np.where(B > 2, B - 2, 0.1 * (B - 2))),
+        (lambda a: ops.upscale(a, 2), {"a": B}, B.repeat(2, 0).repeat(2, 1)),
+        (
+            lambda a, p: ops.rope_ext(a, p, n_dims=4),
+            {"a": A, "p": np.arange(2)},
+            ref.rope(A, np.arange(2), n_dims=4),
+        ),
+        (
+            lambda x, k: ops.conv_2d(k, x),
+            {"x": IMAGE, "k": KERNEL},
+            ref.conv(IMAGE, KERNEL, [1, 1], [0, 0], [1, 1]),
+        ),
+        (
+            lambda q, k, v: ops.flash_attn_ext(q, k, v, scale=0.1),
+            QKV,
+            ref.flash_attn_ext(**QKV, scale=0.1),
+        ),
+    ],
+)
+def test_defaults(make, inputs, expected):
+    ctx = Context()
+    dtypes = {np.dtype(np.int64): "i32"}
+    tensors = [ctx.input(x.shape, dtypes.get(x.dtype, x.dtype), name=n) for n, x in inputs.items()]
+    with Graph(make(*tensors)).compile(CPU, 1) as compiled:
+        found = compiled(**inputs)
+    np.testing.assert_allclose(four(found), four(np.asarray(expected)), 1e-2, 1e-5)
+
+
+def test_what_has_no_default_behind_one_that_has_is_given_by_keyword():
+    ctx = Context()
+    x = ctx.tensor((1, 2, 4))
+    with pytest.raises(TypeError, match="n_dims"):
+        ops.rope_ext(x, ctx.tensor((1,), "i32"))
+    with pytest.raises(TypeError, match="positional"):
+        ops.rope_ext(x, ctx.tensor((1,), "i32"), None, 4)
+
+
+MISFITS = {
+    "mul_mat": lambda a, b: ops.mul_mat(a, b),
+    "add": lambda a, b: ops.add(a, b),
+    "concat": lambda a, b: ops.concat(a, b, 0),
+    "cpy": lambda a, b: ops.cpy(a, b),
+    "reshape": lambda a, b: ops.reshape(a, b),
+    "repeat": lambda a, b: ops.repeat(a, b),
+    "get_rows": lambda a, b: ops.get_rows(a, b),
+    "soft_max_ext": lambda a, b: ops.soft_max_ext(a, b),
+    "rope": lambda a, b: ops.rope(a, b, 4),
+    "out_prod": lambda a, b: ops.out_prod(a, b),
+    "swiglu_split": lambda a, b: ops.swiglu_split(a, b),
+    "silu_back": lambda a, b: ops.silu_back(a, b),
+    "set_1d": lambda a, b: ops.set_1d(a, b, 1 << 20),
+    "conv_2d": lambda a, b: ops.conv_2d(a, b),
+    "cross_entropy_loss": lambda a, b: ops.cross_entropy_loss(a, b),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_operands_that_do_not_fit_are_named_with_their_shapes(name):
+    ctx = Context()
+    a, b = ctx.tensor((3, 4), name="left"), ctx.tensor((2, 5), name="right")
+    with pytest.raises(OperandError) as error:
+        MISFITS[name](a, b)
+    assert isinstance(error.value, ValueError)
+    assert "'left' is f32 of shape (3, 4)" in str(error.value)
+    assert "'right' is f32 of shape (2, 5)" in str(error.value)
+    assert f"ggml_{name}" in str(error.value)
+
+
+def test_types_that_do_not_fit_are_named():
+    ctx = Context()
+    a, b = ctx.tensor((3, 32), "q8_0", name="w"), ctx.tensor((3, 32), "i32")
+    with pytest.raises(OperandError, match=r"a 'w' is q8_0 of shape \(3, 32\); b is i32 of shape"):
+        ops.concat(a, b, 1)
+
+
+def test_an_argument_that_is_no_operand_is_no_matter_of_the_operands():
+    x = Context().tensor((3, 4))
+    with pytest.raises(ValueError, match="order is 7") as error:
+        ops.argsort(x, 7)
+    assert not isinstance(error.value, OperandError)
+    with pytest.raises(TypeError):
+        ops.mul_mat(x, np.zeros((3, 4)))

@@ -68,7 +68,7 @@ def broadcast(name: str, left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 def spread(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor repeated to `shape`, itself where it has it."""
-    if tensor.shape == shape or math.prod(shape) == tensor.size and len(shape) == tensor.ndim:
+    if tensor.shape == shape or (math.prod(shape) == tensor.size and len(shape) == tensor.ndim):
         return tensor
     ne = [*reversed(shape), 1, 1, 1, 1][:4]
     result = ops.repeat_4d(tensor, *ne)

@@ -49,7 +49,9 @@ def index(tensor: Tensor, key: object) -> Tensor:
         viewed.append((count, stride * step))
         axis += 1
     if len(source) > MAX_DIMS:
-        raise IndexError(f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}")
+        raise IndexError(
+            f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}"
+        )
     return _arranged(_viewed(tensor, viewed, offset), tensor.ndim, source)
 
 
