@@ -57,8 +57,14 @@ def build(
             message = _told(operands, f"requires {text}")
             raise OperandError(message, function=function.__name__) from None
     if axes is None:
-        axes = max([capi.ggml_n_dims(handle), *(one.ndim for one in operands.values())])
+        axes = max([_n_dims(handle, operands), *(one.ndim for one in operands.values())])
     return Tensor(handle, context, axes)
+
+
+def _n_dims(handle: Any, operands: Mapping[str, Tensor]) -> int:
+    """As ggml counts, but that a single number has no axis if it is made of operands."""
+    counted: int = capi.ggml_n_dims(handle)
+    return 0 if operands and counted == 1 and handle.ne[0] == 1 else counted
 
 
 def _told(operands: Mapping[str, Tensor], message: str) -> str:

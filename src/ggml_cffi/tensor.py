@@ -137,10 +137,17 @@ class Tensor:
 
     @property
     def T(self) -> Tensor:  # noqa: N802
-        """The last two axes exchanged, as a view; a tensor of one axis stays as it is."""
+        """The last two axes exchanged, as a view; a tensor of one axis stays as it is.
+
+        Blocks cannot be turned: of a quantised tensor it is the transpose of its numbers in float32,
+        but ``x @ w.T`` uses the quantised tensor itself.
+        """
         from . import ops
 
-        return self if self._ndim < 2 else ops.transpose(self)
+        if self._ndim < 2:
+            return self
+        quantized = is_quantized(self.type)
+        return ops.transpose(ops.cast(self, ggml_type.GGML_TYPE_F32) if quantized else self)
 
     def __getitem__(self, key: object) -> Tensor:
         """A view of a part of it, by NumPy's basic indexing.
@@ -182,9 +189,9 @@ class Tensor:
         return matmul(self, other)
 
     def __neg__(self) -> Tensor:
-        from . import ops
+        from ._arithmetic import negative
 
-        return ops.neg(self)
+        return negative(self)
 
     # ---- numbers
 
