@@ -376,6 +376,15 @@ inline int threads_of(ggml_opt_context_t context) {
     return scheduler ? threads_of(scheduler) : GGML_DEFAULT_N_THREADS;
 }
 
+// Those of what is trained, by a scheduler that may have put copies of its own into the graph.
+inline bool indices(ggml_backend_sched_t scheduler, const ggml_tensor * outputs, const ggml_tensor * inputs,
+                    ggml_opt_dataset_t dataset) {
+    const auto source = [scheduler](const ggml_tensor *, const ggml_tensor * ids) {
+        return scheduler && is_copy(scheduler, ids) ? nullptr : ids;
+    };
+    return check::indices(outputs, inputs, dataset, source);
+}
+
 // The graph of a context without static graphs belongs to the caller, who may free it once it has
 // been evaluated: until then, and always with static graphs, its indices are looked at.
 inline bool indices(ggml_opt_context_t context, ggml_opt_dataset_t dataset = nullptr) {
@@ -385,11 +394,7 @@ inline bool indices(ggml_opt_context_t context, ggml_opt_dataset_t dataset = nul
             return true;
         }
     }
-    ggml_backend_sched_t scheduler = scheduler_of(context);
-    const auto source = [scheduler](const ggml_tensor *, const ggml_tensor * ids) {
-        return scheduler && is_copy(scheduler, ids) ? nullptr : ids;
-    };
-    return check::indices(ggml_opt_outputs(context), ggml_opt_inputs(context), dataset, source);
+    return indices(scheduler_of(context), ggml_opt_outputs(context), ggml_opt_inputs(context), dataset);
 }
 
 } // namespace ggml_cffi

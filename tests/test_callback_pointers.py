@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +203,6 @@ def zeros(kind: str) -> list[Any]:
     ]
 
 
-@pytest.fixture
-def backend() -> Iterator[Any]:
-    made = capi.ggml_backend_cpu_init()
-    capi.ggml_backend_cpu_set_n_threads(made, 1)
-    yield made
-    capi.ggml_backend_free(made)
-
-
 def test_the_table_is_complete() -> None:
     tables = tomllib.loads((ANNOTATIONS / "callbacks.toml").read_text(encoding="utf-8"))
     assert set(POINTERS) == {k for k, table in tables.items() if not table.get("used", True)}
@@ -218,33 +210,33 @@ def test_the_table_is_complete() -> None:
 
 
 @each
-def test_works(kind: str, backend: Any) -> None:
-    POINTERS[kind](backend)
+def test_works(kind: str, one_thread: Any) -> None:
+    POINTERS[kind](one_thread)
 
 
 @each
-def test_null_is_refused(kind: str, backend: Any) -> None:
+def test_null_is_refused(kind: str, one_thread: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind}: function must not be NULL"):
         invoke(kind, ffi.NULL, *zeros(kind))
-    check_product(backend)
+    check_product(one_thread)
 
 
 @each
-def test_an_abort_inside_is_an_exception(kind: str, backend: Any) -> None:
+def test_an_abort_inside_is_an_exception(kind: str, one_thread: Any) -> None:
     """The same C function stands for all: the CPU's, of a backend that is NULL."""
     aborts = registry("ggml_backend_set_n_threads")
     for _ in range(2):
         with pytest.raises(AbortError, match="GGML_ASSERT") as caught:
             invoke(kind, aborts, *zeros(kind))
         assert caught.value.function == kind
-    check_product(backend)
+    check_product(one_thread)
 
 
 @each
-def test_arguments_of_another_type_are_refused(kind: str, backend: Any) -> None:
+def test_arguments_of_another_type_are_refused(kind: str, one_thread: Any) -> None:
     aborts = registry("ggml_backend_set_n_threads")
     with pytest.raises(TypeError):
         invoke(kind, aborts, *zeros(kind)[:-1])
     with pytest.raises(TypeError):
         invoke(kind, aborts, *([object()] * len(zeros(kind))))
-    check_product(backend)
+    check_product(one_thread)

@@ -513,6 +513,7 @@ def training(arena: Arena, scheduler: Any) -> tuple[Any, Any]:
     capi.ggml_set_input(x)
     capi.ggml_set_param(weight)
     arena.allocate(ctx)
+    capi.ggml_set_f32(weight, 0.5)
     y = capi.ggml_mul_mat(ctx_compute, weight, x)
     capi.ggml_set_output(y)
     scheduler = capi.ggml_backend_sched_new([arena.backend], None, 2048, False, False)

@@ -61,7 +61,6 @@ def test_the_same_graph_on_several_devices(ctx: Context) -> None:
     one, two = graph.compile("CPU", n_threads=1), graph.compile(device("CPU"), n_threads=2)
     with device("CPU").init_backend(1) as backend:
         three = graph.compile(backend)
-        assert three.backend is backend
         x = numbers(3, 8)
         for made in (one, two, three):
             np.testing.assert_allclose(made(x=x), np.maximum(x @ W.T, 0), rtol=1e-4, atol=1e-5)
@@ -72,7 +71,6 @@ def test_a_meta_device(ctx: Context) -> None:
     with MetaDevice(["CPU", "CPU"], columns) as spread:
         graph = Graph(layer(ctx, spread))
         one, two = graph.compile(spread), graph.compile(spread)
-        assert one.backend is not two.backend
         for seed in range(3):
             x = numbers(3, 8, seed=seed)
             for made in (one, two):
@@ -208,11 +206,13 @@ def test_no_graph(ctx: Context) -> None:
     with pytest.raises(TypeError, match="expected a Tensor"):
         Graph([3])  # type: ignore[list-item]
     y = ctx.input(3, name="x") + 1
-    with pytest.raises(TypeError, match="expected a Device, a Backend or a name"):
+    with pytest.raises(TypeError, match="expected a Device, a Backend, a Scheduler or a name"):
         Graph(y).compile(None)  # type: ignore[arg-type]
-    with device("CPU").init_backend(1) as backend:
-        with pytest.raises(ValueError, match="n_threads is the Backend's"):
-            Graph(y).compile(backend, n_threads=2)
+    with (
+        device("CPU").init_backend(1) as backend,
+        pytest.raises(ValueError, match="n_threads is the Backend's"),
+    ):
+        Graph(y).compile(backend, n_threads=2)
 
 
 def test_a_deep_graph(ctx: Context) -> None:

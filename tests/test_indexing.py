@@ -187,9 +187,7 @@ def test_a_block_cannot_be_cut(key):
 
 def test_a_step_along_the_last_of_four_axes():
     tensor = Context().tensor((2, 3, 4, 5))
-    with pytest.raises(
-        ValueError, match="a step along the last axis, which ggml cannot view of four"
-    ):
+    with pytest.raises(ValueError, match="a step along the last axis"):
         tensor[..., ::2]
     assert tensor[..., 1, ::2].shape == (2, 3, 3)
 
@@ -202,7 +200,7 @@ def test_a_step_along_the_last_of_four_axes():
         ((0, 0, 6), IndexError, "6 is out of range for axis 2 of 6"),
         ((0, 0, 0, 0), IndexError, "4 indices for 3 axes"),
         ((Ellipsis, 0, Ellipsis), IndexError, r"one \.\.\. only"),
-        ((None, None), IndexError, "5 axes, expected at most 4"),
+        ((None, None), IndexError, "5 axes in the result, at most 4"),
         (slice(None, None, -1), ValueError, "a step of -1 along axis 0"),
         ([0, 1], TypeError, "get_rows"),
         (np.array([0, 1]), TypeError, "get_rows"),

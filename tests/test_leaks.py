@@ -159,9 +159,14 @@ STATED = {
 def test_each_caught_abort_is_counted(results: Results, name: str) -> None:
     left = left_by(results, f"abort: {name}")
     assert left["aborts"] == left["n"]
-    frees = costs.ABORTS[name].guard == "nothrow"
-    assert left["lost"] == ({"ggml_backend_buffer": left["n"]} if frees else {})
-    assert growth(left) == {**NOTHING, "lost": left["lost"]}
+    cost = costs.ABORTS[name]
+    assert left["handles"] == {}
+    assert left["lost"] == ({"ggml_backend_buffer": left["n"]} if cost.guard == "nothrow" else {})
+    assert {table: n for table, n in left["tables"].items() if n > 0} == dict.fromkeys(
+        cost.entries, left["n"]
+    )
+    if not cost.entries:
+        assert not growth(left)["objects"]
 
 
 @of_the_pin

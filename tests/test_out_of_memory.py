@@ -38,6 +38,7 @@ def limit(room):
     size = re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
     resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024 + room, resource.RLIM_INFINITY))
 
+# Less than 32 MiB glibc may have left over from before; more it asks the system for.
 def tried(name, function, room=24 * MiB):
     limit(room)
     try:

@@ -267,11 +267,7 @@ def test_editable_install_beside_a_build_for_another_ggml(
 
 
 def test_a_system_prefix_is_linked_where_it_lies(checkout: Path, folder: Path, other: Path) -> None:
-<<<<<<< HEAD
     """Nothing is copied; the import tells of another ggml that is loaded, or lies in its place."""
-=======
-    """Nothing is copied; if another ggml is loaded, or the system's exchanged, the import says so."""
->>>>>>> 2634fcf (Isolation)
     root, dest = folder / "system", folder / "linked-to-system"
     shutil.copytree(find_prefix({}).root, root)
     dest.mkdir()

@@ -17,7 +17,8 @@ from _compute import F32, Arena
 from _fake_backend import FakeDevice, buffer_type, require_layout
 from _release import has, require
 
-from ggml_cffi import capi, ffi
+from ggml_cffi import capi, ffi, lib
+from ggml_cffi._overrides._base import call
 from ggml_cffi.enums import ggml_op_pool, ggml_scale_mode, ggml_sort_order
 from ggml_cffi.errors import AbortError
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -1289,6 +1290,23 @@ def test_indices_of_an_evaluation_without_static_graphs(training: Training) -> N
     capi.ggml_free(ctx)
     with pytest.raises(AbortError, match="eval_ready"):
         capi.ggml_opt_eval(optimizer, None)
+
+
+def test_indices_of_a_fit(training: Training) -> None:
+    """Also where C goes through the epochs."""
+    outputs = training.rows(training.ctx, training.first(training.ctx))
+    numbers = training.sched, training.ctx, training.inputs, outputs, training.dataset
+    mse, sgd = capi.GGML_OPT_LOSS_TYPE_MEAN_SQUARED_ERROR, capi.GGML_OPT_OPTIMIZER_TYPE_SGD
+    constant = ffi.addressof(lib, "ggml_opt_get_default_optimizer_params")
+    training.words([[0, 9]] * 5 + [[4, 9]])
+    with pytest.raises(IndexError, match=r"ggml_opt_epoch: .*index 4"):
+        capi.ggml_opt_fit(*numbers, mse, sgd, None, 1, 6)
+    with pytest.raises(IndexError, match=r"ggml_opt_fit: .*index 4"):
+        call("ggml_opt_fit", *numbers, mse, sgd, constant, 1, 6, 0.0, True)
+    assert not training.learnt().any()
+    training.words(GOOD)
+    call("ggml_opt_fit", *numbers, mse, sgd, constant, 1, 6, 0.0, True)
+    assert training.learnt().any()
 
 
 def test_indices_that_a_trained_graph_computes(training: Training) -> None:

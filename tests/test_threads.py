@@ -150,7 +150,7 @@ def test_a_thread_that_always_aborts_disturbs_no_other() -> None:
 
 
 def test_eight_threads_with_backends_of_their_own() -> None:
-    """Two compute with threads of ggml's, which are slow where there are fewer cores than threads."""
+    """Two compute with threads of ggml's: slow where there are fewer cores than threads."""
     counts = at_once([*[products] * 6, *[lambda: products(n_threads=2)] * 2], 3)
     assert min(counts) > 0, counts
 

@@ -41,6 +41,7 @@ def emit_stub(binding: Binding) -> str:
     lines.append("from ..tensor import Tensor")
     lines.append("from . import enums as enums")
     lines.append("from . import types as types\n")
+    lines.append(f"__all__ = {[_name(b) for b in operations(binding)]!r}\n")
     for bound in operations(binding):
         words = _parameters(binding, bound, stub=True)
         lines.append(f"def {_name(bound)}({', '.join(words)}) -> Tensor: ...")

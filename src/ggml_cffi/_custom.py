@@ -28,10 +28,10 @@ def custom(
     """An operation that a Python function computes: ``function(result, *operands)`` on arrays.
 
     It fills `result`, an array of `shape` and `dtype` (those of the first operand by default); the
-    operands are arrays that must not be written. All are views of ggml's memory, for the time of the
-    call; quantised operands are float32 copies. With `n_tasks` other than 1 it is called for each
-    task, as ``function(result, *operands, task=i, n_tasks=n)``, on ggml's threads, and fills its part
-    of the result; None: as many tasks as the backend has threads.
+    operands are arrays that must not be written. All are views of ggml's memory, for the time of
+    the call; quantised operands are float32 copies. With `n_tasks` other than 1 it is called for
+    each task, as ``function(result, *operands, task=i, n_tasks=n)``, on ggml's threads, and fills
+    its part of the result; None: as many tasks as the backend has threads.
 
     What it raises comes out of the computation. On a meta device it sees each device's part.
 
@@ -39,7 +39,9 @@ def custom(
     task.
     """
     if not callable(function):
-        raise TypeError(f"function is {function!r} ({type(function).__name__}), expected a function")
+        raise TypeError(
+            f"function is {function!r} ({type(function).__name__}), expected a function"
+        )
     if not operands and (shape is None or ctx is None):
         raise TypeError("without operands shape and ctx are needed")
     if n_tasks is not None and n_tasks < 1:
@@ -61,11 +63,11 @@ def custom(
 
     contexts = [one.context for one in operands]
     context = place([ctx, *contexts] if ctx is not None else contexts)
-    ne = [*reversed(wanted), 1, 1, 1, 1][:4]
+    n0, n1, n2, n3 = [*reversed(wanted), 1, 1, 1, 1][:4]
     tasks = capi.GGML_N_TASKS_MAX if n_tasks is None else n_tasks
     with context._lock:
         handle = capi.ggml_custom_4d(
-            context._results(), kind, *ne, [one.handle for one in operands], call, tasks
+            context._results(), kind, n0, n1, n2, n3, [one.handle for one in operands], call, tasks
         )
     return Tensor(handle, context, len(wanted))
 

@@ -16,8 +16,8 @@ def index(tensor: Tensor, key: object) -> Tensor:
     """The part of a tensor that NumPy's basic indexing names: integers, slices, ``...``, None.
 
     Raises IndexError for too many indices and for one out of range, TypeError for what is no basic
-    index, and ValueError for what ggml cannot view: steps below 1, a step along the last of four axes
-    that all stay, a part of a block.
+    index, and ValueError for what ggml cannot view: steps below 1, a step along the last of four
+    axes that all stay, a part of a block.
     """
     handle = tensor.handle
     counts, steps, offset = list(handle.ne), list(handle.nb), 0  # of ggml's axes
@@ -52,13 +52,13 @@ def index(tensor: Tensor, key: object) -> Tensor:
         axis += 1
     if len(source) > MAX_DIMS:
         raise IndexError(
-            f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}"
+            f"{tensor!r}: {len(source)} axes in the result, expected at most {MAX_DIMS}"
         )
     first = _innermost(tensor, counts, steps, size)
     order = [first, *(inner for inner in range(MAX_DIMS) if inner != first)]
-    view = ops.view_4d(
-        tensor, *(counts[i] for i in order), *(steps[i] for i in order[1:]), offset
-    )  # fmt: skip
+    n0, n1, n2, n3 = (counts[i] for i in order)
+    nb1, nb2, nb3 = (steps[i] for i in order[1:])
+    view = ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
     return _arranged(view, order, tensor.ndim, source)
 
 

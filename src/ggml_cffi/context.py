@@ -17,6 +17,7 @@ from .capi import types
 from .device import Backend, Device, device
 from .dtypes import element_type, type_name
 from .enums import ggml_backend_buffer_usage
+from .errors import GGMLError, StatusMemoryError
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -141,14 +142,14 @@ class Context(Owned[_Store]):
     def from_dlpack(self, source: object, name: str | None = None) -> Tensor:
         """A tensor with the numbers of an array of another library, by the DLPack protocol.
 
-        It has them once it has memory, as with `from_numpy`. Raises TypeError for what does not know
-        the protocol, and BufferError for an array that is not in the CPU's memory.
+        It has them once it has memory, as with `from_numpy`. Raises TypeError for what does not
+        know the protocol, and BufferError for an array that is not in the CPU's memory.
         """
         if not hasattr(source, "__dlpack__"):
             raise TypeError(
                 f"source is a {type(source).__name__}, expected an object with __dlpack__"
             )
-        return self.from_numpy(np.from_dlpack(source), name)  # type: ignore[arg-type]
+        return self.from_numpy(np.from_dlpack(source), name)
 
     def allocate(
         self,
@@ -180,11 +181,14 @@ class Context(Owned[_Store]):
                     if any(is_without_memory(t) for t in _tensors(arena)):
                         done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)
-            except BaseException:
+            except BaseException as error:
                 for arena, buffer in ((a, b) for a in store.leaves for b in done):
                     lib.ggml_cffi_forget_buffer(arena, buffer)
                 for buffer in done:
                     capi.ggml_backend_buffer_free(buffer)
+                if type(error) is GGMLError:  # ggml's NULL: there is no other reason for it here
+                    status = capi.GGML_STATUS_ALLOC_FAILED
+                    raise StatusMemoryError(str(error), status) from None
                 raise
             store.buffers += done
             for arena in store.leaves:
@@ -257,7 +261,7 @@ def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
 def shape_of(shape: object) -> tuple[int, ...]:
     """A shape as a tuple. Raises TypeError and ValueError for what is none of at most 4 axes."""
     try:
-        given = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)  # type: ignore[arg-type, call-overload]
+        given = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)  # type: ignore[arg-type]
         found = tuple(n.__index__() for n in given)
     except (TypeError, AttributeError):
         raise TypeError(f"shape is {shape!r}, expected integers") from None
@@ -269,5 +273,5 @@ def shape_of(shape: object) -> tuple[int, ...]:
 
 
 def _ne(shape: tuple[int, ...]) -> list[int]:
-    """ggml's order: the innermost axis first."""
+    """In ggml's order: the innermost axis first."""
     return list(reversed(shape)) or [1]

@@ -76,9 +76,7 @@ class Device(Borrowed[types.ggml_backend_device]):
         if name is None:
             return next(iter(found.values()))
         if name not in found:
-            raise ValueError(
-                f"{self.name} has no buffer type {name!r}; it has {', '.join(found)}"
-            )
+            raise ValueError(f"{self.name} has no buffer type {name!r}; it has {', '.join(found)}")
         return found[name]
 
     def _buffer_types(self) -> dict[str, types.ggml_backend_buffer_type]:

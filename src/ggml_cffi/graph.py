@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from .context import Context
 from .device import Backend, Device, device
 from .enums import ggml_op
 from .meta import MetaDevice
+from .scheduler import OnScheduler, Scheduler
 from .tensor import Tensor, check_numbers, is_without_memory
 
 __all__ = ["Compiled", "Graph"]
@@ -25,9 +26,9 @@ __all__ = ["Compiled", "Graph"]
 class Graph:
     """What is to be computed: the outputs, and all that they are made from.
 
-    `outputs` is a tensor, a sequence of them, or a mapping from names to them. Inputs are the tensors
-    without memory that are no results: a run needs their numbers, by their names. Numbers that
-    `Context.from_numpy` took and that have no memory yet are written once, when it is compiled.
+    `outputs` is a tensor, a sequence of them, or a mapping from names to them. Inputs are the
+    tensors without memory that are no results: a run needs their numbers, by their names. Numbers
+    that `Context.from_numpy` took and that have no memory yet are written once, on compiling.
 
     Raises ValueError for no outputs, TypeError for what is no tensor.
     """
@@ -70,19 +71,21 @@ class Graph:
 
     def compile(
         self,
-        target: Device | Backend | str,
+        target: Device | Backend | Scheduler | str,
         n_threads: int | None = None,
         keep: Iterable[str] = (),
+        assign: Mapping[Tensor, Backend] | None = None,
     ) -> Compiled:
         """Give it memory on a device; the same graph may be compiled many times, on several.
 
         On a `Backend` it runs there, else on one of its own, with `n_threads` (all usable cores by
-        default). `keep` names inputs that keep their numbers from one run to the next.
+        default). `keep` names inputs that keep their numbers from one run to the next. `assign`
+        says for results which of a scheduler's backends computes them.
 
         Raises ValueError where two inputs have the same name or one has none, MemoryError where the
         device has too little memory, and what `capi` raises for operations it cannot compute.
         """
-        return Compiled(self, target, n_threads, keep)
+        return Compiled(self, target, n_threads, keep, assign)
 
     def _order(self) -> list[types.ggml_tensor]:
         outputs = ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
@@ -116,63 +119,130 @@ class Graph:
         return f"<Graph of {len(self._order())} tensors>"
 
 
+class _Memory(Protocol):
+    """Where a compiled graph has its memory and is computed."""
+
+    lock: threading.RLock
+
+    def allocate(self, graph: types.ggml_cgraph) -> bool:
+        """Give the graph memory, if it has none; whether it has been given some now."""
+        ...
+
+    def compute(self, graph: types.ggml_cgraph) -> None: ...
+    def nbytes(self) -> int: ...
+    def free(self) -> None: ...
+
+
+class _OnBackend:
+    """Memory of a graph allocator, for one graph and for good."""
+
+    def __init__(self, backend: Backend, own: bool) -> None:
+        self.backend = backend
+        self.own = own
+        self.lock = backend._lock
+        kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
+        self.allocator: types.ggml_gallocr | None = capi.ggml_gallocr_new(kind)
+        self.done = False
+
+    def allocate(self, graph: types.ggml_cgraph) -> bool:
+        if self.done:
+            return False
+        assert self.allocator is not None
+        capi.ggml_gallocr_alloc_graph(self.allocator, graph)
+        self.done = True
+        return True
+
+    def compute(self, graph: types.ggml_cgraph) -> None:
+        capi.ggml_backend_graph_compute(self.backend.handle, graph)
+
+    def nbytes(self) -> int:
+        assert self.allocator is not None
+        return capi.ggml_gallocr_get_buffer_size(self.allocator, 0)
+
+    def free(self) -> None:
+        try:
+            capi.ggml_gallocr_free(self.allocator)
+        finally:
+            if self.own:
+                self.backend.close()
+
+
 class _Store:
     """What a compiled graph has of ggml."""
 
     def __init__(self) -> None:
         self.context: types.ggml_context | None = None
-        self.allocator: types.ggml_gallocr | None = None
-        self.backend: Backend | None = None  # its own
+        self.memory: _Memory | None = None
 
     def free(self) -> None:
-        if self.allocator is not None:
-            capi.ggml_gallocr_free(self.allocator)
-        if self.backend is not None:
-            self.backend.close()
-        if self.context is not None:
-            capi.ggml_free(self.context)
+        try:
+            if self.memory is not None:
+                self.memory.free()
+        finally:
+            if self.context is not None:
+                capi.ggml_free(self.context)
 
 
 class Compiled(Owned[_Store]):
     """A graph with memory on a device, made by `Graph.compile`.
 
     Call it with an array for each input, by name: it gives the output, or a tuple of them in the
-    order of the graph's, as arrays of their own. ggml uses the memory of inputs and of results again
-    within a run, so every run needs all inputs but those that were compiled to be kept.
+    order of the graph's, as arrays of their own. ggml uses the memory of inputs and of results
+    again within a run, so every run needs all inputs but those that were compiled to be kept.
     """
 
     def __init__(
         self,
         graph: Graph,
-        target: Device | Backend | str,
+        target: Device | Backend | Scheduler | str,
         n_threads: int | None = None,
         keep: Iterable[str] = (),
+        assign: Mapping[Tensor, Backend] | None = None,
     ) -> None:
         target = device(target) if isinstance(target, str) else target
-        if not isinstance(target, (Device, Backend)):
-            raise TypeError(f"target is {target!r}, expected a Device, a Backend or a name")
+        if not isinstance(target, (Device, Backend, Scheduler)):
+            raise TypeError(
+                f"target is {target!r}, expected a Device, a Backend, a Scheduler or a name"
+            )
+        if n_threads is not None and not isinstance(target, Device):
+            raise ValueError(f"n_threads is the {type(target).__name__}'s to have")
+        if assign and not isinstance(target, Scheduler):
+            raise ValueError("assign is for a Scheduler, which has several backends")
         store = _Store()
-        shared = target if isinstance(target, Backend) else None
-        if shared is not None and isinstance(shared.device, MetaDevice):
-            shared = None  # ggml's meta backend is for one graph
-        parents: tuple[object, ...] = graph._contexts
-        super().__init__(store, _Store.free, parents if shared is None else (*parents, shared))
+        needed: tuple[object, ...] = graph._contexts
+        fresh = isinstance(target, Device)
+        if isinstance(target, Backend):
+            # ggml's meta backend is for one graph
+            fresh = isinstance(target.device, MetaDevice)
+        if not fresh:
+            needed = (*needed, target)
+        super().__init__(store, _Store.free, needed)
         self._lock = threading.RLock()
         self._lent = 0
         self._single = graph._single
+        self._kept = set(keep)
+        self._written: set[str] = set()
+        self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
+        self._inputs: dict[str, Tensor] = {}
         try:
-            if shared is None:
+            self._copy(store, graph)
+            if isinstance(target, Scheduler):
+                pinned = {self._copies[t._address]: b for t, b in (assign or {}).items()}
+                store.memory = OnScheduler(target, len(self._copies) + 1, pinned)
+            elif isinstance(target, Backend) and not fresh:
+                store.memory = _OnBackend(target, own=False)
+            else:
                 where = target.device if isinstance(target, Backend) else target
-                shared = store.backend = Backend(where, n_threads)
-            elif n_threads is not None:
-                raise ValueError("n_threads is the Backend's to have")
-            self._backend = shared
-            self._allocate(store, graph, set(keep))
+                store.memory = _OnBackend(Backend(where, n_threads), own=True)
+            self._memory = store.memory
+            with self._memory.lock:
+                self._allocate()
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, store: _Store, graph: Graph, keep: set[str]) -> None:
+    def _copy(self, store: _Store, graph: Graph) -> None:
+        """The graph's tensors once more, but those with memory, in a context of its own."""
         order = graph._order()
         n = len(order)
         size = (n + 1) * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(n + 1, False)
@@ -180,33 +250,15 @@ class Compiled(Owned[_Store]):
         originals = ffi.new("struct ggml_tensor *[]", order)
         copies = ffi.new("struct ggml_tensor *[]", n)
         lib.ggml_cffi_copy_tensors(store.context, originals, n, copies)
-        copy_of = {address(old): new for old, new in zip(order, copies, strict=True)}
-        self._inputs: dict[str, Tensor] = {}
-        self._written: set[str] = set()
-        constants = []
+        self._copies = {address(old): new for old, new in zip(order, copies, strict=True)}
         for old in graph.tensors:
-            if not graph._is_input(old):
-                continue
-            numbers = graph._constant(old)
-            new = self._tensor(copy_of[old._address], old.ndim)
-            capi.ggml_set_input(new.handle)
-            if numbers is not None:
-                constants.append((new, numbers))
-                capi.ggml_set_output(new.handle)
-                continue
-            if not old.name:
-                raise ValueError(f"an input has no name: {old!r}")
-            if old.name in self._inputs:
-                raise ValueError(f"two inputs have the name {old.name!r}")
-            self._inputs[old.name] = new
-        self._kept = keep
-        for name in keep:
+            if graph._is_input(old):
+                self._add_input(old, graph._constant(old))
+        for name in self._kept:
             if name not in self._inputs:
                 raise ValueError(f"keep names {name!r}, which is no input; {self._expected()}")
             capi.ggml_set_output(self._inputs[name].handle)
-        self._outputs = {
-            name: self._tensor(copy_of[one._address], one.ndim) for name, one in graph._named.items()
-        }
+        self._outputs = {name: self._copy_of(one) for name, one in graph._named.items()}
         for one in self._outputs.values():
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
@@ -214,14 +266,29 @@ class Compiled(Owned[_Store]):
         self._graph = capi.ggml_new_graph_custom(store.context, n + 1, False)
         for copy in copies:  # operands first, so that ggml never goes deep
             capi.ggml_build_forward_expand(self._graph, copy)
-        kind = capi.ggml_backend_get_default_buffer_type(self._backend.handle)
-        store.allocator = capi.ggml_gallocr_new(kind)
-        capi.ggml_gallocr_alloc_graph(store.allocator, self._graph)
-        for new, numbers in constants:
-            new.set(numbers)
 
-    def _tensor(self, handle: types.ggml_tensor, ndim: int) -> Tensor:
-        return Tensor(handle, self, ndim)  # type: ignore[arg-type] # as good a home
+    def _add_input(self, old: Tensor, numbers: npt.NDArray[Any] | None) -> None:
+        new = self._copy_of(old)
+        capi.ggml_set_input(new.handle)
+        if numbers is not None:
+            self._constants.append((new, numbers))
+            capi.ggml_set_output(new.handle)
+            return
+        if not old.name:
+            raise ValueError(f"an input has no name: {old!r}")
+        if old.name in self._inputs:
+            raise ValueError(f"two inputs have the name {old.name!r}")
+        self._inputs[old.name] = new
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        handle = self._copies[tensor._address]
+        return Tensor(handle, self, tensor.ndim)  # type: ignore[arg-type] # as good a home
+
+    def _allocate(self) -> None:
+        if self._memory.allocate(self._graph):
+            self._written.clear()
+            for one, numbers in self._constants:
+                one.set(numbers)
 
     def _expected(self) -> str:
         return f"the inputs are {', '.join(map(repr, self._inputs)) or 'none'}"
@@ -232,36 +299,34 @@ class Compiled(Owned[_Store]):
         return {name: one.shape for name, one in self._inputs.items()}
 
     @property
-    def backend(self) -> Backend:
-        """The backend that it runs on."""
-        return self._backend
-
-    @property
     def nbytes(self) -> int:
-        """The bytes of memory that it has on the device, for inputs and results."""
-        return capi.ggml_gallocr_get_buffer_size(self.handle.allocator, 0)
+        """The bytes of memory that it has on the device, or devices, for inputs and results."""
+        self.handle  # noqa: B018 # raises where it is closed
+        return self._memory.nbytes()
 
     def run(self, **inputs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Compute, and give all outputs by name: those of the graph's mapping, else their numbers.
 
         Raises as calling it does.
         """
-        with self._backend._lock, self._lock:
+        self.handle  # noqa: B018 # raises where it is closed
+        with self._memory.lock, self._lock:
+            self._allocate()
             self._write(inputs)
-            capi.ggml_backend_graph_compute(self._backend.handle, self._graph)
+            self._memory.compute(self._graph)
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
 
     def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
         """Compute with these inputs; the output, or a tuple of all.
 
         Raises TypeError for an unknown or a missing input and for a dtype that cannot be converted,
-        ValueError for another shape, IndexError for indices out of range, and what a callback raises.
+        ValueError for another shape, IndexError for indices out of range, and what a callback
+        raises.
         """
         found = tuple(self.run(**inputs).values())
         return found[0] if self._single else found
 
     def _write(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        self.handle  # noqa: B018 # raises where it is closed
         for name in inputs:
             if name not in self._inputs:
                 raise TypeError(f"there is no input {name!r}; {self._expected()}")
@@ -278,6 +343,4 @@ class Compiled(Owned[_Store]):
         self._written |= set(arrays)
 
     def __repr__(self) -> str:
-        if self.closed:
-            return "<Compiled closed>"
-        return f"<Compiled on {self._backend.name}; {self._expected()}>"
+        return f"<Compiled {'closed' if self.closed else self._expected()}>"

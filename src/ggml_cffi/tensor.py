@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from .dtypes import is_quantized, numpy_dtype, type_name
 from .enums import ggml_op, ggml_type
 
 if TYPE_CHECKING:
-    from types import EllipsisType
+    pass
 
 __all__ = ["Tensor"]
 
@@ -36,7 +35,9 @@ class Tensor:
     __slots__ = ("__weakref__", "_address", "_context", "_handle", "_ndim")
     __array_ufunc__ = None  # NumPy's operators leave it to ours
 
-    def __init__(self, handle: types.ggml_tensor, context: Context, ndim: int | None = None) -> None:
+    def __init__(
+        self, handle: types.ggml_tensor, context: Context, ndim: int | None = None
+    ) -> None:
         self._handle = handle
         self._address = address(handle)
         self._context = context
@@ -105,8 +106,9 @@ class Tensor:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes from an element to the next along each axis; of a quantised tensor's last axis from a
-        block to the next.
+        """Bytes from an element to the next along each axis.
+
+        Along the last axis of a quantised tensor from a block to the next.
         """
         return tuple(reversed(list(self.handle.nb)))[4 - self._ndim :] if self._ndim else ()
 
@@ -122,7 +124,7 @@ class Tensor:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `numpy` gives a view of its memory: that is so in host memory, if not quantised."""
+        """Whether `numpy` gives a view: of host memory it does, if that is not quantised."""
         handle = self.handle
         buffer = _buffer(handle)
         return bool(
@@ -136,11 +138,11 @@ class Tensor:
     # ---- operations
 
     @property
-    def T(self) -> Tensor:  # noqa: N802
+    def T(self) -> Tensor:
         """The last two axes exchanged, as a view; a tensor of one axis stays as it is.
 
-        Blocks cannot be turned: of a quantised tensor it is the transpose of its numbers in float32,
-        but ``x @ w.T`` uses the quantised tensor itself.
+        Blocks cannot be turned: of a quantised tensor it is the transpose of its numbers as
+        float32, but ``x @ w.T`` uses the quantised tensor itself.
         """
         from . import ops
 
@@ -229,11 +231,11 @@ class Tensor:
         else:
             _write(self, numbers)
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if dtype is None or np.dtype(dtype) == self.dtype:
             return self.numpy(copy)
         if copy is False:
-            raise ValueError(f"{self!r} has another dtype than {np.dtype(dtype)}: it has to be copied")
+            raise ValueError(f"{self!r} is not of {np.dtype(dtype)}: it has to be copied")
         return self.numpy().astype(dtype)
 
     def __dlpack__(self, **kwargs: Any) -> object:
@@ -296,7 +298,7 @@ def _why_none(tensor: Tensor) -> str:
 
 
 def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> npt.NDArray[Any]:
-    """The numbers in the tensor's shape. Raises what `Tensor.set` raises for numbers that do not fit."""
+    """The numbers in the tensor's shape. Raises what `Tensor.set` says of those that do not fit."""
     wanted = tensor.shape
     given = numbers.shape
     extra = len(given) - len(wanted)
@@ -355,16 +357,26 @@ def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     if not is_quantized(kind):
         dtype = np.dtype("u2") if kind == _BF16 else tensor.dtype
         numbers = np.ndarray(tensor.shape, dtype, data, strides=tensor.strides)
-        return numbers.view(tensor.dtype).copy()
+        copied: npt.NDArray[Any] = numbers.view(tensor.dtype).copy()
+        return copied
     size = capi.ggml_type_size(kind)
     row = shape[-1] // capi.ggml_blck_size(kind) * size
     rows = np.ndarray((*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1))
     return quants.dequantize(rows, kind)
 
 
+def _check_whole(tensor: Tensor) -> None:
+    """Raise ValueError for a view of what a meta device has: ggml reads and writes the whole."""
+    if tensor.handle.view_src and _is_meta(_buffer(tensor.handle)):
+        raise ValueError(
+            f"{tensor!r} is a part of a meta device's tensor: only the whole is read or written"
+        )
+
+
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
     if not tensor.has_memory:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
+    _check_whole(tensor)
     data = np.empty(tensor.nbytes, np.uint8)
     if data.size:
         capi.ggml_backend_tensor_get(tensor.handle, data, 0)
@@ -381,6 +393,7 @@ def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if not tensor.size:
         return
+    _check_whole(tensor)
     data = _encode(tensor, numbers)
     if capi.ggml_is_contiguous(tensor.handle):
         capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)
@@ -389,7 +402,7 @@ def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
         raise ValueError(f"{tensor!r} is not contiguous: a meta device cannot write that")
     row = data.reshape(-1, data.size // max(1, math.prod(tensor.ne[1:])))
     if tensor.strides[-1] != capi.ggml_type_size(tensor.type):
-        raise ValueError(f"{tensor!r}: its rows are not contiguous, which only host memory can write")
+        raise ValueError(f"{tensor!r}: only in host memory can rows be written that are apart")
     _, *outer = tensor.ne
     _, *steps = tensor.handle.nb
     for line, index in zip(row, np.ndindex(*reversed(outer)), strict=True):

@@ -40,6 +40,8 @@ class Site(NamedTuple):
     provoke: Callable[[Arena], object]
     row: str | None
     """Of the table of what a split state and a call on a meta device can trigger."""
+    alone: bool
+    """It changes the environment, which other threads must not see."""
 
     @property
     def backend(self) -> str:
@@ -49,13 +51,15 @@ class Site(NamedTuple):
 SITES: list[Site] = []
 
 
-def site(area: str, function: str, fragment: str, row: str | None = None) -> Callable[..., Any]:
+def site(
+    area: str, function: str, fragment: str, row: str | None = None, *, alone: bool = False
+) -> Callable[..., Any]:
     """The function below makes `function` abort; the message has `fragment` in it."""
 
     def add(provoke: Callable[[Arena], object]) -> Callable[[Arena], object]:
         name = provoke.__name__.strip("_").replace("_", " ")
         assert name not in {one.name for one in SITES}, name
-        SITES.append(Site(name, area, function, fragment, provoke, row))
+        SITES.append(Site(name, area, function, fragment, provoke, row, alone))
         return provoke
 
     return add

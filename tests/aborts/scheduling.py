@@ -93,7 +93,7 @@ def tensor_on_another_backend(arena):
     capi.ggml_backend_sched_set_tensor_backend(made, arena.tensor(4), other_cpu(arena))
 
 
-@site(SCHEDULER, "ggml_backend_sched_alloc_graph", "unexpected graph reallocation")
+@site(SCHEDULER, "ggml_backend_sched_alloc_graph", "unexpected graph reallocation", alone=True)
 def reallocation_that_is_forbidden(arena):
     os.environ["GGML_SCHED_DEBUG_REALLOC"] = "2"
     arena.callback(os.environ.pop, "GGML_SCHED_DEBUG_REALLOC")

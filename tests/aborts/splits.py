@@ -189,7 +189,7 @@ def unchecked_device(folder: Path, *devices: Any) -> Any:
     """A meta device over two devices, the CPU twice by default, that answers with `ANSWERS`."""
     cpu = capi.ggml_backend_dev_by_name("CPU")
     pointers = ffi.new("struct ggml_backend_device *[]", list(devices) or [cpu, cpu])
-    library = compile_library(SOURCE, folder / "split.so")
+    library = compile_library(SOURCE, folder / f"split{len(_kept)}.so")
     names = [ffi.new("char[]", name.encode()) for name in ANSWERS]
     array = ffi.new("char *[]", names)
     states = ffi.new("struct ggml_backend_meta_split_state[]", len(names))
@@ -417,7 +417,7 @@ def source_on_another_device(arena):
     arena.graph(ctx, capi.ggml_sqr(ctx, weight))
 
 
-@site(SPLIT, "ggml_gallocr_alloc_graph", "split_state.n_segments == 1", DEBUG)
+@site(SPLIT, "ggml_gallocr_alloc_graph", "split_state.n_segments == 1", DEBUG, alone=True)
 def segments_where_ggml_tells_of_them(arena):
     os.environ["GGML_META_DEBUG"] = "1"
     arena.callback(os.environ.pop, "GGML_META_DEBUG")

@@ -193,6 +193,8 @@ def known_fault(node: Any, sources: list[tuple[Any, State]], state: State) -> st
         return "not in META: a group is more than a row"
     if op in _op("CONCAT") and len(cut) == 1:
         return "not in META: what is mirrored is not cut for what it is joined to"
+    if state.axis == 0 and any(n % capi.ggml_blck_size(node.type) for n in state.shares):
+        return "not in META: blocks that the cut goes through"
     if state.partial and 0 in states[0].shares:
         return "section 1: an empty share of a row-parallel product"
     return None

@@ -184,12 +184,28 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
 
 
 @pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
-def test_operands_by_rows_that_a_meta_device_holds_in_different_ways():
-    """ggml looks at the first one only; with several threads the process would end."""
-    rows = np.arange(8, dtype=np.int32).reshape(4, 2)
-    cuts = [MIRRORED, SplitState.split(1, [2, 2])]
+@pytest.mark.parametrize(
+    ("leaves", "cuts", "build", "told"),
+    [
+        (  # it looks at the first operand only
+            [np.arange(8, dtype=np.int32).reshape(4, 2)] * 2,
+            [MIRRORED, SplitState.split(1, [2, 2])],
+            capi.ggml_count_equal,
+            r"ggml_are_same_shape\(src0, src1\)",
+        ),
+        (  # nor at the type of a result
+            [numbers(2, 32)],
+            [SplitState.split(0, [16, 16])],
+            lambda ctx, a: capi.ggml_cast(ctx, a, capi.GGML_TYPE_Q4_0),
+            "not implemented",
+        ),
+    ],
+    ids=["rows held in different ways", "blocks that the cut goes through"],
+)
+def test_a_kernel_that_aborts_on_a_meta_device(leaves, cuts, build, told):
+    """Until the planner refuses it: with several threads the process would end."""
     with (
         MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta,
-        pytest.raises(AbortError, match=r"ggml_are_same_shape\(src0, src1\)"),
+        pytest.raises(AbortError, match=told),
     ):
-        on(meta, [rows, rows], capi.ggml_count_equal)
+        on(meta, leaves, build)

@@ -20,7 +20,7 @@ def all_cycles() -> Iterator[tuple[str, Callable[[], object], int, int]]:
     for name, cycle in (*handles.cases(), *callbacks.cases(), *objects.OBJECTS.items()):
         yield name, cycle, N, BATCHES
     for name, cost in costs.ABORTS.items():
-        yield f"abort: {name}", cost.cycle, N, 2
+        yield f"abort: {name}", cost.cycle, cost.n, 2
     for name, cycle in costs.META_DEVICES.items():
         yield name, cycle, N, 2
     for name, purpose in costs.ON_PURPOSE.items():

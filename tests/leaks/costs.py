@@ -14,7 +14,7 @@ from ggml_cffi.errors import AbortError
 
 from .handles import HANDLES, Handle
 from .harness import N, libc, raises
-from .shared import HUGE, S, allocate, buffer, context, graph, split, weight
+from .shared import HUGE, MSE, S, allocate, buffer, context, graph, split, tensor, weight
 
 # ---- on purpose
 
@@ -98,23 +98,56 @@ def operation_on_one_thread() -> None:
     capi.ggml_free(ctx)
 
 
+def optimiser_without_outputs() -> None:
+    call = capi.ggml_opt_init
+    raises(AbortError, call, backend_sched=S.sched, loss_type=MSE, inputs=S.inputs)
+
+
+def file_of_a_tensor_without_data() -> None:
+    """The file that ggml has opened stays open, too."""
+    gguf, ctx = capi.gguf_init_empty(), context()
+    capi.gguf_add_tensor(gguf, tensor(ctx, "bare", 4))
+    raises(AbortError, capi.gguf_write_to_file, gguf, "/dev/null", False)
+    capi.gguf_free(gguf)
+    capi.ggml_free(ctx)
+
+
+def weights_that_a_device_has_no_room_for() -> None:
+    call = capi.ggml_backend_alloc_ctx_tensors
+    raises(AbortError, call, S.too_large, S.meta_backend.handle)
+
+
 class Cost(NamedTuple):
-    """A site where ggml aborts, and the guard class of the function that is called."""
+    """A site where ggml aborts, and the guard class of the function that is called.
+
+    `entries`: the tables that an abort leaves an entry in, of a file or of a buffer half made.
+    """
 
     guard: str
     cycle: Callable[[], object]
+    n: int = N
+    entries: tuple[str, ...] = ()
 
 
+_OF_BUFFERS = (
+    "_callbacks._table",
+    "_callbacks.owners",
+    "_callbacks.owners, in all",
+    "ggml_cffi.meta._buffers",
+)
 ABORTS = {
-    cycle.__name__.replace("_", " "): Cost(guard, cycle)
-    for guard, cycle in (
-        ("throw", operands_that_do_not_fit),
-        ("throw", memory_of_a_context),
-        ("throw", alignment_of_a_gguf),
-        ("throw", sum_along_the_cut),
-        ("throw", copy_of_a_graph_without_memory),
-        ("nothrow", free_of_a_buffer),
-        ("compute", operation_on_one_thread),
+    cost.cycle.__name__.replace("_", " "): cost
+    for cost in (
+        Cost("throw", operands_that_do_not_fit),
+        Cost("throw", memory_of_a_context),
+        Cost("throw", alignment_of_a_gguf),
+        Cost("throw", sum_along_the_cut),
+        Cost("throw", copy_of_a_graph_without_memory),
+        Cost("throw", optimiser_without_outputs),
+        Cost("throw", file_of_a_tensor_without_data, 100, ("/proc/self/fd",)),
+        Cost("throw", weights_that_a_device_has_no_room_for, 50, _OF_BUFFERS),
+        Cost("nothrow", free_of_a_buffer),
+        Cost("compute", operation_on_one_thread),
     )
 }
 

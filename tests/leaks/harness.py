@@ -51,13 +51,15 @@ def allocated() -> int:
 
 
 def tables() -> dict[str, int]:
-    """How many entries the package itself has about handles and callbacks."""
+    """How many files and threads there are, and entries of the package about its handles."""
     found = {
         f"_callbacks.{name}": len(value)
         for name, value in vars(_callbacks).items()
         if isinstance(value, dict | list) and not name.startswith("__")
     }
     found["_callbacks.owners, in all"] = sum(map(len, _callbacks.owners.values()))
+    for name in ("fd", "task"):
+        found[f"/proc/self/{name}"] = len(os.listdir(f"/proc/self/{name}"))
     found["buffer._taken"] = len(buffer._taken)
     found["memory.hpp"] = lib.ggml_cffi_remembered()
     for function in _callbacks._meta.values():
