@@ -134,6 +134,7 @@ def test_tensors_of_no_axes_and_of_no_elements():
     check(np.full((), 3, np.float32), (None, Ellipsis, None))
     check(np.zeros((2, 0, 3), np.float32), 1)
     check(np.zeros((2, 0, 3), np.float32), (slice(None), slice(None), slice(1, 2)))
+    assert Context().tensor((0, 32), "q8_0")[:, :32].numpy().shape == (0, 32)
 
 
 # ---- blocks
@@ -200,7 +201,7 @@ def test_a_step_along_the_last_of_four_axes():
         ((0, 0, 6), IndexError, "6 is out of range for axis 2 of 6"),
         ((0, 0, 0, 0), IndexError, "4 indices for 3 axes"),
         ((Ellipsis, 0, Ellipsis), IndexError, r"one \.\.\. only"),
-        ((None, None), IndexError, "5 axes in the result, at most 4"),
+        ((None, None), IndexError, "5 axes in the result, expected at most 4"),
         (slice(None, None, -1), ValueError, "a step of -1 along axis 0"),
         ([0, 1], TypeError, "get_rows"),
         (np.array([0, 1]), TypeError, "get_rows"),

@@ -119,8 +119,8 @@ class Tensor:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory, so that numbers can be read and written."""
-        return not is_without_memory(self.handle)
+        """Whether it has memory, for numbers to be read and written; an empty one needs none."""
+        return not self.size or not is_without_memory(self.handle)
 
     @property
     def shares_memory(self) -> bool:
@@ -376,10 +376,11 @@ def _check_whole(tensor: Tensor) -> None:
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
     if not tensor.has_memory:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
+    if not tensor.size:
+        return np.empty(tensor.shape, tensor.dtype)
     _check_whole(tensor)
     data = np.empty(tensor.nbytes, np.uint8)
-    if data.size:
-        capi.ggml_backend_tensor_get(tensor.handle, data, 0)
+    capi.ggml_backend_tensor_get(tensor.handle, data, 0)
     return _blocks(tensor, data)
 
 
