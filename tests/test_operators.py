@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ggml_cffi import device
 from ggml_cffi.context import Context
+from ggml_cffi.dtypes import type_name
 from ggml_cffi.errors import OperandError
 from ggml_cffi.graph import Graph
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -239,3 +240,80 @@ def test_on_a_meta_device():
             found = compiled(x=x)
         ctx.close()
     np.testing.assert_allclose(found, (x @ w.T + b) * 2 - 1, 1e-5)
+
+
+# ---- types
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("text", NUMBERS)
+def test_half_precision_with_numbers_stays_what_it_is(dtype, text):
+    ctx = Context()
+    x = ctx.from_numpy(numbers(3, 4), name="x", dtype=dtype)
+    ctx.allocate(CPU)
+    held = x.numpy().astype(np.float32)
+    result = NUMBERS[text](x)
+    assert result.type == x.type
+    with Graph(result).compile(CPU, 1) as compiled:
+        found = compiled().astype(np.float32)
+    np.testing.assert_allclose(found, NUMBERS[text](held), {"f16": 4e-3, "bf16": 3e-2}[dtype], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result"),
+    [
+        ("f16", "f32", "f32"), ("f32", "f16", "f32"), ("bf16", "f32", "f32"),
+        ("f16", "bf16", "f32"), ("f16", "f16", "f16"), ("bf16", "bf16", "bf16"),
+        ("q8_0", "f32", "f32"), ("f32", "q8_0", "f32"), ("q8_0", "q8_0", "f32"),
+        ("q4_0", "q8_0", "f32"), ("i32", "f32", "f32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sign", BINARY)
+def test_types_of_two_tensors(sign, left, right, result):
+    """ggml gives the type of the first; here half precision and float32 are float32, by NumPy."""
+    ctx = Context()
+    arrays = [np.ceil(numbers(3, 64, seed=i) * 3).astype(np.int32) for i in range(2)]
+    x, y = (ctx.from_numpy(a, dtype=t) for a, t in zip(arrays, (left, right), strict=True))
+    ctx.allocate(CPU)
+    expected = BINARY[sign](x.numpy().astype(np.float32), y.numpy().astype(np.float32))
+    made = BINARY[sign](x, y)
+    assert type_name(made.type) == result
+    with Graph(made).compile(CPU, 1) as compiled:
+        found = compiled().astype(np.float32)
+    np.testing.assert_allclose(found, expected, {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-2}[result])
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "f16", "bf16"])
+def test_products_of_any_type_are_float32(dtype):
+    ctx = Context()
+    w = ctx.from_numpy(numbers(6, 32), name="w", dtype=dtype)
+    x = ctx.from_numpy(numbers(32, 5, seed=1), name="x")
+    ctx.allocate(CPU)
+    held = w.numpy().astype(np.float32)
+    for made, expected in (
+        (w @ x, held @ x.numpy()),
+        (x.T @ w.T, x.numpy().T @ held.T),
+        (w.T @ w, held.T @ held),
+        (w @ x[:, 0], held @ x.numpy()[:, 0]),
+        (x[:, 0] @ w.T, x.numpy()[:, 0] @ held.T),
+    ):
+        assert type_name(made.type) == "f32"
+        with Graph(made).compile(CPU, 1) as compiled:
+            np.testing.assert_allclose(compiled(), expected, 0.01)
+
+
+def test_a_quantised_tensor_with_numbers_and_turned_is_its_numbers():
+    ctx = Context()
+    w = ctx.from_numpy(numbers(6, 32), name="w", dtype="q8_0")
+    ctx.allocate(CPU)
+    held = w.numpy()
+    for made, expected in ((w * 2, held * 2), (1 / w, 1 / held), (-w, -held), (w.T, held.T)):
+        with Graph(made).compile(CPU, 1) as compiled:
+            np.testing.assert_allclose(compiled(), expected, 1e-6)
+
+
+def test_a_quantised_weight_in_a_product_is_not_turned_into_float32():
+    ctx = Context()
+    w, x = ctx.tensor((6, 32), "q8_0"), ctx.tensor((3, 32))
+    assert [t.op.name for t in Graph(x @ w.T).nodes] == ["GGML_OP_MUL_MAT"]
+    assert [t.op.name for t in Graph(x @ w[2:4].T).nodes] == ["GGML_OP_VIEW", "GGML_OP_MUL_MAT"]
