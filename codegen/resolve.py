@@ -34,6 +34,7 @@ class Arg:
     nullable: bool = False
     default: str | None = None
     op_default: str | None = None  # where it is a parameter of an operation on objects
+    op_copy: bool = False  # ggml would write in this operand, and does not say so by its name
     length: str | int | None = None
     element: ir.Type | None = None
     unique: bool = False
@@ -260,7 +261,7 @@ def _bind(
         raise place.error(f"{function.name}: an owned result needs `free`")
     args = _args(api, function, table, annotations)
     for arg in args:
-        _check_op_default(api, function, table, arg, place)
+        _check_operation(api, function, table, arg, place)
     return Bound(
         function=function,
         args=args,
@@ -285,15 +286,15 @@ def _bind(
     )
 
 
-def _check_op_default(
+def _check_operation(
     api: ir.Api, function: ir.Function, table: Mapping[str, Any], arg: Arg, place: Place
 ) -> None:
-    if arg.op_default is None:
+    if arg.op_default is None and not arg.op_copy:
         return
     makes_tensor = ir.declare(function.returns) == "struct ggml_tensor *"
     if not makes_tensor or not table.get("op", True):
-        raise place.error(f"{function.name} is no operation: its op_defaults are of no use")
-    if arg.kind == "enum":
+        raise place.error(f"{function.name} is no operation: what is said of one is of no use")
+    if arg.kind == "enum" and arg.op_default is not None:
         names = {value.name for value in api.enums[arg.tag].values}
         if arg.op_default not in names:
             raise place.error(f"{arg.tag} has no {arg.op_default!r}, the default of {arg.c_name}")
@@ -402,7 +403,7 @@ def _args(
         base: dict[str, Any] = {
             "name": python_name(name), "c_name": name, "type": param.type,
             "nullable": name in table.get("nullable", ()), "default": defaults.get(name),
-            "op_default": op_defaults.get(name),
+            "op_default": op_defaults.get(name), "op_copy": name in table.get("op_copies", ()),
         }  # fmt: skip
         kind = scalar_kind(api, param.type)
         resolved = api.resolve(param.type)

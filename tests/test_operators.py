@@ -242,6 +242,14 @@ def test_on_a_meta_device():
     np.testing.assert_allclose(found, (x @ w.T + b) * 2 - 1, 1e-5)
 
 
+def test_axes_of_no_elements():
+    check(lambda x, y: x @ y.T, numbers(2, 3), numbers(0, 3))
+    check(lambda x, y: x + y, numbers(2, 1), numbers(1, 3))
+    ctx = Context()
+    assert (ctx.tensor((0, 3)) * 2).shape == (0, 3)
+    assert (ctx.tensor((3, 0)) + ctx.tensor((1,))).shape == (3, 0)
+
+
 # ---- types
 
 

@@ -213,3 +213,11 @@ def test_an_argument_that_is_no_operand_is_no_matter_of_the_operands():
     assert not isinstance(error.value, OperandError)
     with pytest.raises(TypeError):
         ops.mul_mat(x, np.zeros((3, 4)))
+
+
+def test_clamp_leaves_its_operand_alone():
+    """ggml's works in place, though its name does not say so."""
+    x = Context().input((3,), name="x")
+    y = ops.relu(x)
+    with Graph(y + ops.clamp(y, 0, 1)).compile(CPU, 1) as compiled:
+        np.testing.assert_array_equal(compiled(x=np.float32([1, 2, 3])), [2, 3, 4])

@@ -23,7 +23,8 @@ _SIZES = ("ne0", "ne1", "ne2", "ne3")  # parameters that say what shape the resu
 def emit(binding: Binding) -> str:
     """The module."""
     parts = [_HEAD.format(version=binding.version)]
-    parts.append("from .. import capi as _capi\nfrom .._building import build as _build")
+    parts.append("from .. import capi as _capi")
+    parts.append("from .._building import build as _build, copy as _copy")
     parts.append("from . import enums as _enums\n")
     bound = operations(binding)
     parts.append("__all__ = [")
@@ -108,6 +109,10 @@ def _default(arg: Arg, enums: str) -> str | None:
     return f"{enums}.{arg.tag}.{arg.op_default}"
 
 
+def _given(arg: Arg) -> str:
+    return f"_copy({arg.name})" if arg.op_copy else arg.name
+
+
 def _context(bound: Bound, *, stub: bool) -> str:
     """Where there are no operands the context has to be named."""
     operands = any(
@@ -124,7 +129,7 @@ def _function(binding: Binding, bound: Bound) -> str:
     visible = _visible(bound)
     words = _parameters(binding, bound, stub=False)
     axes = sum(arg.name in _SIZES for arg in visible)
-    named = ", ".join(f'"{arg.name}": {arg.name}' for arg in visible)
+    named = ", ".join(f'"{arg.name}": {_given(arg)}' for arg in visible)
     lines = [f"\n\ndef {_name(bound)}({', '.join(words)}):"]
     text = docstring(binding, bound).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     lines.append(textwrap.indent(f'"""{text}\n"""', "    "))

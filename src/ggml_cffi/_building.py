@@ -9,7 +9,7 @@ from . import capi
 from .context import Context, place
 from .dtypes import type_name
 from .errors import AbortError, OperandError
-from .tensor import Tensor
+from .tensor import Tensor, n_dims
 
 
 def build(
@@ -61,9 +61,16 @@ def build(
     return Tensor(handle, context, axes)
 
 
+def copy(tensor: object) -> object:
+    """A copy of an operand that ggml would write in; what is no Tensor stays as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return build(capi.ggml_cont, {"a": tensor})
+
+
 def _n_dims(handle: Any, operands: Mapping[str, Tensor]) -> int:
     """As ggml counts, but that a single number has no axis if it is made of operands."""
-    counted: int = capi.ggml_n_dims(handle)
+    counted = n_dims(handle)
     return 0 if operands and counted == 1 and handle.ne[0] == 1 else counted
 
 

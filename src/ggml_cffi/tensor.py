@@ -41,7 +41,7 @@ class Tensor:
         self._handle = handle
         self._address = address(handle)
         self._context = context
-        self._ndim = capi.ggml_n_dims(handle) if ndim is None else ndim
+        self._ndim = n_dims(handle) if ndim is None else ndim
 
     # ---- what it is
 
@@ -269,6 +269,12 @@ def _binary(name: str, left: object, right: object) -> Any:
     from ._arithmetic import binary
 
     return binary(name, left, right)
+
+
+def n_dims(handle: Any) -> int:
+    """As many axes as it takes to tell the shape; ggml's count overlooks those of no elements."""
+    ne = handle.ne
+    return next((i + 1 for i in (3, 2, 1) if ne[i] != 1), 1)
 
 
 # ---- memory

@@ -199,6 +199,7 @@ SORT = "[toy_sort]\nownership = 'borrowed:ctx'\n"
         (SORT + "op_defaults = { order = 'TOY_ORDER_LEFT' }\n", 1, "TOY_ORDER_LEFT"),
         (SORT + "op_defaults = { size = '1' }\n", 1, "'size'"),
         (SORT + "op = false\nop_defaults = { order = 'TOY_ORDER_UP' }\n", 1, "no operation"),
+        (SORT + "[toy_size]\nop_copies = ['ctx']\n", 3, "no operation"),
         (SORT + "[toy_size]\nop_defaults = { order = 'TOY_ORDER_UP' }\n", 3, "no operation"),
     ],
 )

@@ -29,3 +29,6 @@ struct ggml_tensor * toy_new(struct ggml_context * ctx, int n);
 
 // no context: none either
 struct ggml_tensor * toy_view(struct ggml_tensor * a);
+
+// writes in a
+struct ggml_tensor * toy_limit(struct ggml_context * ctx, struct ggml_tensor * a, float most);
