@@ -221,3 +221,23 @@ def test_clamp_leaves_its_operand_alone():
     y = ops.relu(x)
     with Graph(y + ops.clamp(y, 0, 1)).compile(CPU, 1) as compiled:
         np.testing.assert_array_equal(compiled(x=np.float32([1, 2, 3])), [2, 3, 4])
+
+
+def test_what_writes_in_an_operand_says_so_by_its_name():
+    """But for those that are there to write, and what a flag makes do so."""
+    views = {"GGML_OP_VIEW", "GGML_OP_RESHAPE", "GGML_OP_PERMUTE", "GGML_OP_TRANSPOSE"}
+    writing = set()
+    for case in {c.op: c for c in CASES if not c.arguments.get("inplace")}.values():
+        ctx = Context()
+        tensors = {name: ctx.tensor(one.shape, one.dtype) for name, one in case.operands.items()}
+        for name in case.parameters:
+            capi.ggml_set_param(tensors[name].handle)
+        operation = getattr(ops, case.op)
+        with pytest.deprecated_call() if "Deprecated" in operation.__doc__ else nullcontext():
+            result = operation(**tensors, **case.arguments, ctx=ctx)
+        given = {t for t in tensors.values() if result.handle.view_src == t.handle}
+        if given and result.op.name not in views:
+            writing.add(case.op)
+    to_write = {"cpy", "set_rows", "opt_step_adamw", "opt_step_sgd"}
+    assert {name for name in writing if not name.endswith("_inplace")} == to_write
+    assert {name for name in ops.__all__ if name.endswith("_inplace")} <= writing
