@@ -57,12 +57,17 @@ def negative(tensor: Tensor) -> Tensor:
 
 
 def _of_tensors(name: str, left: Tensor, right: Tensor) -> Tensor:
-    wanted = broadcast(name, left, right)
-    if left.type != right.type or is_quantized(left.type):
+    one, other = left.handle, right.handle
+    same_shape = left.ndim == right.ndim and capi.ggml_are_same_shape(one, other)
+    wanted = None if same_shape else broadcast(name, left, right)
+    kinds = one.type, other.type
+    if kinds != (F32, F32) and (kinds[0] != kinds[1] or is_quantized(kinds[0])):
         left, right = _as_f32(left), _as_f32(right)
-    if left.shape != wanted and right.shape == wanted and name in _COMMUTES:
-        left, right = right, left
-    return getattr(ops, name)(_packed(spread(left, wanted)), right)  # type: ignore[no-any-return]
+    if wanted is not None:
+        if name in _COMMUTES and left.shape != wanted and right.shape == wanted:
+            left, right = right, left
+        left = spread(left, wanted)
+    return getattr(ops, name)(_packed(left), right)  # type: ignore[no-any-return]
 
 
 def _in_f32(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -72,13 +77,15 @@ def _in_f32(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def _as_f32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.type == F32 else ops.cast(tensor, F32)
+    return tensor if tensor.handle.type == F32 else ops.cast(tensor, F32)
 
 
 def _packed(tensor: Tensor) -> Tensor:
     """The tensor, copied if need be so that the elements of a row lie next to each other."""
     handle = tensor.handle
-    return tensor if handle.nb[0] == capi.ggml_type_size(handle.type) else ops.cont(tensor)
+    if capi.ggml_is_contiguous(handle) or handle.nb[0] == capi.ggml_type_size(handle.type):
+        return tensor
+    return ops.cont(tensor)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

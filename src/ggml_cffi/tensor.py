@@ -273,8 +273,9 @@ def _binary(name: str, left: object, right: object) -> Any:
 
 def n_dims(handle: Any) -> int:
     """As many axes as it takes to tell the shape; ggml's count overlooks those of no elements."""
-    ne = handle.ne
-    return next((i + 1 for i in (3, 2, 1) if ne[i] != 1), 1)
+    if capi.ggml_is_empty(handle):
+        return next((i + 1 for i in (3, 2, 1) if handle.ne[i] != 1), 1)
+    return capi.ggml_n_dims(handle)
 
 
 # ---- memory
