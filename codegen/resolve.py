@@ -33,6 +33,8 @@ class Arg:
     kind: str
     nullable: bool = False
     default: str | None = None
+    op_default: str | None = None  # where it is a parameter of an operation on objects
+    op_copy: bool = False  # ggml would write in this operand, and does not say so by its name
     length: str | int | None = None
     element: ir.Type | None = None
     unique: bool = False
@@ -261,9 +263,12 @@ def _bind(
         raise place.error(f"{function.name} returns a pointer: who owns it? (ownership)")
     if head == "owned" and not table.get("free"):
         raise place.error(f"{function.name}: an owned result needs `free`")
+    args = _args(api, function, table, annotations)
+    for arg in args:
+        _check_operation(api, function, table, arg, place)
     return Bound(
         function=function,
-        args=_args(api, function, table, annotations),
+        args=args,
         returns=returns,
         guard=table["guard"],
         ownership=ownership,
@@ -283,6 +288,20 @@ def _bind(
         note=table.get("note", ""),
         library=library,
     )
+
+
+def _check_operation(
+    api: ir.Api, function: ir.Function, table: Mapping[str, Any], arg: Arg, place: Place
+) -> None:
+    if arg.op_default is None and not arg.op_copy:
+        return
+    makes_tensor = ir.declare(function.returns) == "struct ggml_tensor *"
+    if not makes_tensor or not table.get("op", True):
+        raise place.error(f"{function.name} is no operation: what is said of one is of no use")
+    if arg.kind == "enum" and arg.op_default is not None:
+        names = {value.name for value in api.enums[arg.tag].values}
+        if arg.op_default not in names:
+            raise place.error(f"{arg.tag} has no {arg.op_default!r}, the default of {arg.c_name}")
 
 
 def _with_handles(
@@ -381,12 +400,14 @@ def _args(
     sizes = {value: key for key, value in buffers.items() if isinstance(value, str)}
     userdata = {c["userdata"] for c in callbacks.values() if "userdata" in c}
     defaults = dict(table.get("defaults", {}))
+    op_defaults = dict(table.get("op_defaults", {}))
     args = []
     for param in function.params:
         name = param.name
         base: dict[str, Any] = {
             "name": python_name(name), "c_name": name, "type": param.type,
             "nullable": name in table.get("nullable", ()), "default": defaults.get(name),
+            "op_default": op_defaults.get(name), "op_copy": name in table.get("op_copies", ()),
         }  # fmt: skip
         kind = scalar_kind(api, param.type)
         resolved = api.resolve(param.type)

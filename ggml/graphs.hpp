@@ -71,9 +71,10 @@ static void ggml_cffi_copy_tensors(struct ggml_context * ctx, struct ggml_tensor
     for (int64_t i = 0; i < n; ++i) {
         const ggml_tensor * t = order[i];
         if (ggml_cffi::stands_alone(t)) {
-            copies[i] = order[i];
+            copy_of[t] = copies[i] = order[i];
         } else {
             ggml_tensor * c = copies[i] = ggml_new_tensor(ctx, t->type, GGML_MAX_DIMS, t->ne);
+            copy_of[t] = c; // ggml_cast's result is an operand of itself
             const char * name = t->name;
             std::memcpy(c->nb, t->nb, sizeof c->nb);
             std::memcpy(c->op_params, t->op_params, sizeof c->op_params);
@@ -87,6 +88,5 @@ static void ggml_cffi_copy_tensors(struct ggml_context * ctx, struct ggml_tensor
             c->view_offs = t->view_offs;
             c->data = c->view_src && c->view_src->data ? (char *) c->view_src->data + c->view_offs : nullptr;
         }
-        copy_of[t] = copies[i];
     }
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 
 from .. import ir
@@ -18,12 +17,15 @@ without the prefix.
 '''
 
 _TENSOR = "struct ggml_tensor *"
+_SIZES = ("ne0", "ne1", "ne2", "ne3")  # parameters that say what shape the result has
 
 
 def emit(binding: Binding) -> str:
     """The module."""
     parts = [_HEAD.format(version=binding.version)]
-    parts.append("from .. import capi as _capi\nfrom .._building import build as _build\n")
+    parts.append("from .. import capi as _capi")
+    parts.append("from .._building import build as _build, copy as _copy")
+    parts.append("from . import enums as _enums\n")
     bound = operations(binding)
     parts.append("__all__ = [")
     parts += [f'    "{_name(b)}",' for b in bound]
@@ -42,11 +44,7 @@ def emit_stub(binding: Binding) -> str:
     lines.append("from . import types as types\n")
     lines.append(f"__all__ = {[_name(b) for b in operations(binding)]!r}\n")
     for bound in operations(binding):
-        words = []
-        for arg in _visible(bound):
-            text = f"{arg.name}: {_annotation(binding, bound, arg)}"
-            words.append(text if arg.default is None else f"{text} = {arg.default}")
-        words += ["*", _context(bound, stub=True)]
+        words = _parameters(binding, bound, stub=True)
         lines.append(f"def {_name(bound)}({', '.join(words)}) -> Tensor: ...")
     return "\n".join(lines) + "\n"
 
@@ -89,9 +87,37 @@ def _annotation(binding: Binding, bound: Bound, arg: Arg) -> str:
     return pytypes.argument(binding, bound, arg)
 
 
+def _parameters(binding: Binding, bound: Bound, *, stub: bool) -> list[str]:
+    """With their defaults; what has none behind one that has is given by keyword."""
+    words: list[str] = []
+    any_default = False
+    for arg in _visible(bound):
+        text = f"{arg.name}: {_annotation(binding, bound, arg)}" if stub else arg.name
+        default = _default(arg, "enums" if stub else "_enums")
+        if default is not None:
+            text += f" = {default}" if stub else f"={default}"
+        elif any_default and "*" not in words:
+            words.append("*")
+        any_default = any_default or default is not None
+        words.append(text)
+    return [*words, *(["*"] if "*" not in words else []), _context(bound, stub=stub)]
+
+
+def _default(arg: Arg, enums: str) -> str | None:
+    if arg.op_default is None or arg.kind != "enum":
+        return arg.op_default or arg.default
+    return f"{enums}.{arg.tag}.{arg.op_default}"
+
+
+def _given(arg: Arg) -> str:
+    return f"_copy({arg.name})" if arg.op_copy else arg.name
+
+
 def _context(bound: Bound, *, stub: bool) -> str:
     """Where there are no operands the context has to be named."""
-    operands = any(_of_tensor(arg) and not arg.nullable for arg in _visible(bound))
+    operands = any(
+        _of_tensors(arg) or (_of_tensor(arg) and not arg.nullable) for arg in _visible(bound)
+    )
     kind = "Context | None" if operands else "Context"
     annotation = f": {kind}" if stub else ""
     if not operands:
@@ -101,15 +127,11 @@ def _context(bound: Bound, *, stub: bool) -> str:
 
 def _function(binding: Binding, bound: Bound) -> str:
     visible = _visible(bound)
-    words = [a.name if a.default is None else f"{a.name}={a.default}" for a in visible]
-    words += ["*", _context(bound, stub=False)]
-    axes = re.search(r"_(\d)d(?:_inplace)?$", bound.name)
-    named = ", ".join(f'"{arg.name}": {arg.name}' for arg in visible)
+    words = _parameters(binding, bound, stub=False)
+    axes = sum(arg.name in _SIZES for arg in visible)
+    named = ", ".join(f'"{arg.name}": {_given(arg)}' for arg in visible)
     lines = [f"\n\ndef {_name(bound)}({', '.join(words)}):"]
     text = docstring(binding, bound).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     lines.append(textwrap.indent(f'"""{text}\n"""', "    "))
-    lines.append(
-        f"    return _build(_capi.{bound.name}, {{{named}}}, ctx, "
-        f"{axes.group(1) if axes else None})"
-    )
+    lines.append(f"    return _build(_capi.{bound.name}, {{{named}}}, ctx, {axes or None})")
     return "\n".join(lines)

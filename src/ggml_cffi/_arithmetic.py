@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from . import ops
-from .enums import ggml_op
+from . import capi, ops
+from .dtypes import is_quantized
+from .enums import ggml_op, ggml_type
 from .errors import OperandError
 from .tensor import Tensor
 
 _COMMUTES = {"add", "mul"}
+F32 = ggml_type.GGML_TYPE_F32
+_HALF = (ggml_type.GGML_TYPE_F16, ggml_type.GGML_TYPE_BF16)
 
 
 def binary(name: str, left: object, right: object) -> Any:
@@ -31,31 +34,62 @@ def _is_number(value: object) -> bool:
 
 
 def _with_number(name: str, tensor: Tensor, number: float) -> Tensor:
-    if name == "add":
-        return ops.scale_bias(tensor, 1.0, number)
-    if name == "sub":
-        return ops.scale_bias(tensor, 1.0, -number)
-    if name == "mul":
-        return ops.scale(tensor, number)
-    if number == 0:
+    if name == "div" and number == 0:
         raise ZeroDivisionError("a Tensor divided by the number 0")
-    return ops.scale(tensor, 1.0 / number)
+    if name in ("mul", "div"):
+        factor = number if name == "mul" else 1.0 / number
+        return _in_f32(lambda x: ops.scale(x, factor), tensor)
+    term = number if name == "add" else -number
+    return _in_f32(lambda x: ops.scale_bias(x, 1.0, term), tensor)
 
 
 def _number_first(name: str, number: float, tensor: Tensor) -> Tensor:
     if name in _COMMUTES:
         return _with_number(name, tensor, number)
     if name == "sub":
-        return ops.scale_bias(tensor, -1.0, number)
-    filled = ops.fill(tensor, number)
-    return ops.div(filled, tensor)
+        return _in_f32(lambda x: ops.scale_bias(x, -1.0, number), tensor)
+    return _in_f32(lambda x: ops.div(ops.fill(x, number), x), tensor)
+
+
+def negative(tensor: Tensor) -> Tensor:
+    """``-tensor``."""
+    return ops.neg(_packed(_as_f32(tensor) if is_quantized(tensor.type) else tensor))
 
 
 def _of_tensors(name: str, left: Tensor, right: Tensor) -> Tensor:
-    wanted = broadcast(name, left, right)
-    if left.shape != wanted and right.shape == wanted and name in _COMMUTES:
-        left, right = right, left
-    return getattr(ops, name)(spread(left, wanted), right)  # type: ignore[no-any-return]
+    one, other = left.handle, right.handle
+    same_shape = left.ndim == right.ndim and capi.ggml_are_same_shape(one, other)
+    wanted = None if same_shape else broadcast(name, left, right)
+    kinds = one.type, other.type
+    if kinds != (F32, F32) and (kinds[0] != kinds[1] or is_quantized(kinds[0])):
+        left, right = _as_f32(left), _as_f32(right)
+    if wanted is not None:
+        if name in _COMMUTES and left.shape != wanted and right.shape == wanted:
+            left, right = right, left
+        left = spread(left, wanted)
+    return getattr(ops, name)(_packed(left), right)  # type: ignore[no-any-return]
+
+
+def _in_f32(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What ggml computes of float32 only; half precision comes back as what it was."""
+    result = function(_contiguous(_as_f32(tensor)))
+    return ops.cast(result, tensor.type) if tensor.type in _HALF else result
+
+
+def _as_f32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.handle.type == F32 else ops.cast(tensor, F32)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor, copied if need be so that the elements of a row lie next to each other."""
+    handle = tensor.handle
+    if capi.ggml_is_contiguous(handle) or handle.nb[0] == capi.ggml_type_size(handle.type):
+        return tensor
+    return ops.cont(tensor)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor if capi.ggml_is_contiguous(tensor.handle) else ops.cont(tensor)
 
 
 def broadcast(name: str, left: Tensor, right: Tensor) -> tuple[int, ...]:
@@ -68,21 +102,28 @@ def broadcast(name: str, left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 def spread(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor repeated to `shape`, itself where it has it."""
-    if tensor.shape == shape or (math.prod(shape) == tensor.size and len(shape) == tensor.ndim):
+    if tensor.shape == shape:
         return tensor
-    ne = [*reversed(shape), 1, 1, 1, 1][:4]
-    result = ops.repeat_4d(tensor, *ne)
-    return Tensor(result.handle, result.context, len(shape))
+    ne = tuple([*reversed(shape), 1, 1, 1, 1][:4])
+    if ne != tensor.ne:
+        tensor = ops.repeat_4d(_packed(tensor), *ne)
+    return Tensor(tensor.handle, tensor.context, len(shape))
 
 
 def matmul(left: object, right: object) -> Any:
-    """``left @ right`` by NumPy's rule, also for one axis and for stacks of matrices."""
+    """``left @ right`` by NumPy's rule, also for one axis and for stacks of matrices.
+
+    The result is of float32. ``x @ w.T`` takes a `w` of any type as it is, without a copy.
+    """
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return NotImplemented
     if not left.ndim or not right.ndim:
         raise OperandError(f"matmul: {left!r} @ {right!r}: each needs an axis")
     rows = left if left.ndim > 1 else _with_shape(left, (1, *left.shape))
-    columns = _transposed(right) if right.ndim > 1 else _with_shape(right, (1, *right.shape))
+    if right.ndim > 1:
+        columns = _transposed(right)
+    else:
+        columns = _packed(_with_shape(right, (1, *right.shape)))
     if rows.shape[-1] != columns.shape[-1]:
         raise OperandError(
             f"matmul: {left!r} @ {right!r}: {rows.shape[-1]} columns meet {columns.shape[-1]} rows"
@@ -91,18 +132,22 @@ def matmul(left: object, right: object) -> Any:
         stack = np.broadcast_shapes(rows.shape[:-2], columns.shape[:-2])
     except ValueError:
         raise OperandError(f"matmul: {left!r} @ {right!r}: the stacks do not broadcast") from None
-    rows = spread(rows, (*stack, *rows.shape[-2:]))  # ggml repeats the other one itself
-    product = ops.mul_mat(columns, rows)
+    rows = spread(_as_f32(rows), (*stack, *rows.shape[-2:]))  # ggml repeats the other one itself
+    product = ops.mul_mat(columns, _packed(rows))
     shape = (*stack, *left.shape[-2:-1], *((right.shape[-1],) if right.ndim > 1 else ()))
     return _with_shape(product, shape)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """The tensor with its last two axes exchanged, contiguous as ggml wants its first operand."""
+    """The tensor with its last two axes exchanged, with rows as ggml wants them of an operand."""
     handle = tensor.handle
     if handle.op == ggml_op.GGML_OP_TRANSPOSE:  # of a transpose it is what that was made of
-        return Tensor(handle.src[0], tensor.context, tensor.ndim)
-    return ops.cont(ops.transpose(tensor))
+        source = handle.src[0]
+        cast = source.op == ggml_op.GGML_OP_CPY and source.src[1] == source
+        if cast and is_quantized(source.src[0].type):  # and of a quantised tensor's, that tensor
+            source = source.src[0]
+        return _packed(Tensor(source, tensor.context, tensor.ndim))
+    return ops.cont(ops.transpose(_as_f32(tensor) if is_quantized(tensor.type) else tensor))
 
 
 def _with_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

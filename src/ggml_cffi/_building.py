@@ -9,7 +9,7 @@ from . import capi
 from .context import Context, place
 from .dtypes import type_name
 from .errors import AbortError, OperandError
-from .tensor import Tensor
+from .tensor import Tensor, n_dims
 
 
 def build(
@@ -21,6 +21,8 @@ def build(
     """Call a function of `capi` that makes a tensor in a context.
 
     `axes` is how many the result has; None: as many as ggml counts, and as its operands have.
+
+    Raises OperandError where ggml, or a check before it, finds that the operands do not fit.
     """
     operands: dict[str, Tensor] = {}
     passed: dict[str, object] = {}
@@ -46,14 +48,36 @@ def build(
             handle = function(context._results(), *passed.values())
         except AbortError as error:
             raise OperandError(
-                f"{'; '.join(_told(n, t) for n, t in operands.items())}: {error.message}",
-                error.file, error.line, error.function, error.log,
-            ) from None  # fmt: skip
+                _told(operands, error.message), error.file, error.line, error.function, error.log
+            ) from None
+        except ValueError as error:
+            _, is_requirement, text = str(error).partition(f"{function.__name__}: requires ")
+            if not is_requirement:
+                raise
+            message = _told(operands, f"requires {text}")
+            raise OperandError(message, function=function.__name__) from None
     if axes is None:
-        axes = max([capi.ggml_n_dims(handle), *(one.ndim for one in operands.values())])
+        axes = max([_n_dims(handle, operands), *(one.ndim for one in operands.values())])
     return Tensor(handle, context, axes)
 
 
-def _told(name: str, tensor: Tensor) -> str:
-    called = f" {tensor.name!r}" if tensor.name else ""
-    return f"{name}{called} is {type_name(tensor.type)} of shape {tensor.shape}"
+def copy(tensor: object) -> object:
+    """A copy of an operand that ggml would write in; what is no Tensor stays as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return build(capi.ggml_cont, {"a": tensor})
+
+
+def _n_dims(handle: Any, operands: Mapping[str, Tensor]) -> int:
+    """As ggml counts, but that a single number has no axis if it is made of operands."""
+    counted = n_dims(handle)
+    return 0 if operands and counted == 1 and handle.ne[0] == 1 else counted
+
+
+def _told(operands: Mapping[str, Tensor], message: str) -> str:
+    """The message behind what the operands are."""
+    told = []
+    for name, tensor in operands.items():
+        called = f" {tensor.name!r}" if tensor.name else ""
+        told.append(f"{name}{called} is {type_name(tensor.type)} of shape {tensor.shape}")
+    return f"{'; '.join(told)}: {message}" if told else message

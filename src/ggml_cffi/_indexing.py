@@ -16,43 +16,59 @@ def index(tensor: Tensor, key: object) -> Tensor:
     """The part of a tensor that NumPy's basic indexing names: integers, slices, ``...``, None.
 
     Raises IndexError for too many indices and for one out of range, TypeError for what is no basic
-    index, and ValueError for what ggml cannot view: steps below 1, a step along the last axis, a
-    part of a block.
+    index, and ValueError for what ggml cannot view: steps below 1, a step along the last of four
+    axes that all stay, a part of a block.
     """
-    terms = _complete(tensor, key)
-    viewed: list[tuple[int, int]] = []  # length and stride of each of the tensor's axes
-    offset, axis = 0, 0
-    source: list[int | None] = []  # which of the tensor's axes each axis of the result is
+    handle = tensor.handle
+    counts, steps, offset = list(handle.ne), list(handle.nb), 0  # of ggml's axes
     block, size = capi.ggml_blck_size(tensor.type), capi.ggml_type_size(tensor.type)
-    for term in terms:
+    source: list[
+        int | None
+    ] = []  # which of ggml's axes each axis of the result is; None: a new one
+    axis = 0
+    for term in _complete(tensor, key):
         if term is None:
             source.append(None)
             continue
-        length, stride = tensor.shape[axis], tensor.strides[axis]
-        last = axis == tensor.ndim - 1
+        length, inner = tensor.shape[axis], tensor.ndim - 1 - axis
         if isinstance(term, slice):
             start, stop, step = term.indices(length)
-            if step < 1 or (last and step > 1):
+            count = max(0, -(-(stop - start) // step))
+            if step < 1 and count > 1:
                 raise ValueError(
                     f"{tensor!r}: a step of {step} along axis {axis}, which ggml cannot view"
                 )
-            count = max(0, -(-(stop - start) // step))
-            source.append(axis)
+            source.append(inner)
         else:
             start, step, count = _position(tensor, term, axis, length), 1, 1
-        if last and block > 1 and (start % block or count % block):
+        blocks = block if inner == 0 else 1
+        if start % blocks or count % blocks or (blocks > 1 and step != 1):
             raise ValueError(
                 f"{tensor!r}: blocks of {type_name(tensor.type)} have {block} elements, and cannot "
                 "be cut"
             )
-        offset += start // block * size if last and block > 1 else start * stride
-        viewed.append((count, stride * step))
+        offset += start // blocks * steps[inner] if count else 0
+        counts[inner], steps[inner] = count, steps[inner] * max(step, 1)
         axis += 1
     if len(source) > MAX_DIMS:
         raise IndexError(
-            f"{tensor!r}: the result would have {len(source)} axes, at most {MAX_DIMS}"
+            f"{tensor!r}: {len(source)} axes in the result, expected at most {MAX_DIMS}"
         )
-    return _arranged(_viewed(tensor, viewed, offset), tensor.ndim, source)
+    first = _innermost(tensor, counts, steps, size)
+    order = [first, *(inner for inner in range(MAX_DIMS) if inner != first)]
+    n0, n1, n2, n3 = (counts[i] for i in order)
+    nb1, nb2, nb3 = (steps[i] for i in order[1:])
+    view = ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
+    return _arranged(view, order, tensor.ndim, source)
+
+
+def _innermost(tensor: Tensor, counts: list[int], steps: list[int], size: int) -> int:
+    """An axis that can be the first of a view, whose elements ggml puts next to each other."""
+    fitting = [inner for inner in range(MAX_DIMS) if steps[inner] == size]
+    fitting += [inner for inner in range(MAX_DIMS) if counts[inner] < 2]
+    if fitting:
+        return fitting[0]
+    raise ValueError(f"{tensor!r}: a step along the last axis, which ggml cannot view of four")
 
 
 def _complete(tensor: Tensor, key: object) -> list[Any]:
@@ -64,9 +80,9 @@ def _complete(tensor: Tensor, key: object) -> list[Any]:
     if named > tensor.ndim:
         raise IndexError(f"{tensor!r}: {named} indices for {tensor.ndim} axes")
     rest = [slice(None)] * (tensor.ndim - named)
-    if Ellipsis in terms:
-        where = next(i for i, term in enumerate(terms) if term is Ellipsis)
-        return [*terms[:where], *rest, *terms[where + 1 :]]
+    for where, term in enumerate(terms):
+        if term is Ellipsis:
+            return [*terms[:where], *rest, *terms[where + 1 :]]
     return [*terms, *rest]
 
 
@@ -84,27 +100,13 @@ def _position(tensor: Tensor, term: object, axis: int, length: int) -> int:
     return position % length
 
 
-def _viewed(tensor: Tensor, axes: list[tuple[int, int]], offset: int) -> Tensor:
-    """A view with these lengths and strides, the tensor's last axis being ggml's first."""
-    if not axes:
-        return tensor
-    counts = [count for count, _ in reversed(axes)] + [1] * (MAX_DIMS - len(axes))
-    steps = [step for _, step in reversed(axes)]
-    while len(steps) < MAX_DIMS:
-        steps.append(steps[-1] * counts[len(steps) - 1] if len(steps) > 1 else tensor.handle.nb[1])
-    (n0, n1, n2, n3), (_, nb1, nb2, nb3) = counts, steps
-    return ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
-
-
-def _arranged(view: Tensor, ndim: int, source: list[int | None]) -> Tensor:
-    """The view with the axes of the result in their order; those that are gone come outermost."""
-    # ggml's numbers: the tensor's axis i is ndim - 1 - i; those above are of length 1
-    used = [ndim - 1 - axis for axis in source if axis is not None]
-    spare = [axis for axis in range(MAX_DIMS) if axis not in used]
-    spare.sort(key=lambda axis: axis < ndim)  # new axes are of those that have no stride yet
-    order = [spare.pop(0) if axis is None else ndim - 1 - axis for axis in reversed(source)]
-    order += sorted(spare)
-    if order != list(range(MAX_DIMS)):
-        places = [order.index(axis) for axis in range(MAX_DIMS)]
+def _arranged(view: Tensor, order: list[int], ndim: int, source: list[int | None]) -> Tensor:
+    """The view with the axes of the result in their place; those that are gone come outermost."""
+    spare = [inner for inner in range(MAX_DIMS) if inner not in source]
+    spare.sort(key=lambda inner: inner < ndim)  # new axes are of those that have no stride yet
+    wanted = [spare.pop(0) if inner is None else inner for inner in reversed(source)]
+    wanted += sorted(spare)
+    places = [wanted.index(inner) for inner in order]
+    if places != list(range(MAX_DIMS)):
         view = ops.permute(view, *places)
     return Tensor(view.handle, view.context, len(source))

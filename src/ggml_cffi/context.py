@@ -178,7 +178,10 @@ class Context(Owned[_Store]):
             done: list[types.ggml_backend_buffer] = []
             try:
                 for arena in store.leaves:
-                    if any(is_without_memory(t) for t in _tensors(arena)):
+                    # of empty tensors alone ggml makes no buffer
+                    if any(
+                        is_without_memory(t) and capi.ggml_nelements(t) for t in _tensors(arena)
+                    ):
                         done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)
             except BaseException as error:

@@ -41,7 +41,7 @@ class Tensor:
         self._handle = handle
         self._address = address(handle)
         self._context = context
-        self._ndim = capi.ggml_n_dims(handle) if ndim is None else ndim
+        self._ndim = n_dims(handle) if ndim is None else ndim
 
     # ---- what it is
 
@@ -119,8 +119,8 @@ class Tensor:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory, so that numbers can be read and written."""
-        return not is_without_memory(self.handle)
+        """Whether it has memory, for numbers to be read and written; an empty one needs none."""
+        return not self.size or not is_without_memory(self.handle)
 
     @property
     def shares_memory(self) -> bool:
@@ -139,10 +139,17 @@ class Tensor:
 
     @property
     def T(self) -> Tensor:
-        """The last two axes exchanged, as a view; a tensor of one axis stays as it is."""
+        """The last two axes exchanged, as a view; a tensor of one axis stays as it is.
+
+        Blocks cannot be turned: of a quantised tensor it is the transpose of its numbers as
+        float32, but ``x @ w.T`` uses the quantised tensor itself.
+        """
         from . import ops
 
-        return self if self._ndim < 2 else ops.transpose(self)
+        if self._ndim < 2:
+            return self
+        quantized = is_quantized(self.type)
+        return ops.transpose(ops.cast(self, ggml_type.GGML_TYPE_F32) if quantized else self)
 
     def __getitem__(self, key: object) -> Tensor:
         """A view of a part of it, by NumPy's basic indexing.
@@ -184,9 +191,9 @@ class Tensor:
         return matmul(self, other)
 
     def __neg__(self) -> Tensor:
-        from . import ops
+        from ._arithmetic import negative
 
-        return ops.neg(self)
+        return negative(self)
 
     # ---- numbers
 
@@ -262,6 +269,13 @@ def _binary(name: str, left: object, right: object) -> Any:
     from ._arithmetic import binary
 
     return binary(name, left, right)
+
+
+def n_dims(handle: Any) -> int:
+    """As many axes as it takes to tell the shape; ggml's count overlooks those of no elements."""
+    if capi.ggml_is_empty(handle):
+        return next((i + 1 for i in (3, 2, 1) if handle.ne[i] != 1), 1)
+    return capi.ggml_n_dims(handle)
 
 
 # ---- memory
@@ -358,12 +372,22 @@ def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     return quants.dequantize(rows, kind)
 
 
+def _check_whole(tensor: Tensor) -> None:
+    """Raise ValueError for a view of what a meta device has: ggml reads and writes the whole."""
+    if tensor.handle.view_src and _is_meta(_buffer(tensor.handle)):
+        raise ValueError(
+            f"{tensor!r} is a part of a meta device's tensor: only the whole is read or written"
+        )
+
+
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
     if not tensor.has_memory:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
+    if not tensor.size:
+        return np.empty(tensor.shape, tensor.dtype)
+    _check_whole(tensor)
     data = np.empty(tensor.nbytes, np.uint8)
-    if data.size:
-        capi.ggml_backend_tensor_get(tensor.handle, data, 0)
+    capi.ggml_backend_tensor_get(tensor.handle, data, 0)
     return _blocks(tensor, data)
 
 
@@ -377,6 +401,7 @@ def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if not tensor.size:
         return
+    _check_whole(tensor)
     data = _encode(tensor, numbers)
     if capi.ggml_is_contiguous(tensor.handle):
         capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)

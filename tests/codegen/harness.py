@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from codegen import annotations, lock, report, resolve
-from codegen.emit import capi, cdef, enums, source, tables, types
+from codegen.emit import capi, cdef, enums, ops, source, tables, types
 from codegen.parse import parse
 from codegen.preprocess import preprocess
 
@@ -57,6 +57,8 @@ def emit(binding: resolve.Binding) -> dict[str, str]:
         "enums.py": enums.emit(binding),
         "types.py": types.emit(binding),
         "tables.py": tables.emit(binding),
+        "ops.py": ops.emit(binding),
+        "ops.pyi": ops.emit_stub(binding),
         "report.txt": report.emit(binding),
     }
 

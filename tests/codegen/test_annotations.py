@@ -183,3 +183,27 @@ def test_a_callback_of_which_nothing_is_said(tmp_path):
         bind(folder)
     binding = bind(folder, strict=False)
     assert binding.skipped == {"toy_walk": "the type of its callback, toy_step_t, is not annotated"}
+
+
+OPERATION = """
+enum toy_order { TOY_ORDER_UP, TOY_ORDER_DOWN };
+struct ggml_tensor * toy_sort(struct ggml_context * ctx, enum toy_order order);
+int toy_size(struct ggml_context * ctx, enum toy_order order);
+"""
+SORT = "[toy_sort]\nownership = 'borrowed:ctx'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        (SORT + "op_defaults = { order = 'TOY_ORDER_LEFT' }\n", 1, "TOY_ORDER_LEFT"),
+        (SORT + "op_defaults = { size = '1' }\n", 1, "'size'"),
+        (SORT + "op = false\nop_defaults = { order = 'TOY_ORDER_UP' }\n", 1, "no operation"),
+        (SORT + "[toy_size]\nop_copies = ['ctx']\n", 3, "no operation"),
+        (SORT + "[toy_size]\nop_defaults = { order = 'TOY_ORDER_UP' }\n", 3, "no operation"),
+    ],
+)
+def test_wrong_defaults_of_an_operation(text, line, word, tmp_path):
+    with pytest.raises(AnnotationError, match=rf"^toy\.toml:{line}: ") as error:
+        bind(write(tmp_path, {"toy.h": OPERATION, "toy.toml": text}))
+    assert word in str(error.value)

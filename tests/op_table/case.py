@@ -1,0 +1,137 @@
+"""A row of the table: an operation, its operands and arguments, and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ggml_cffi.enums import (
+    ggml_type as Type,
+)
+
+F32, F16 = Type.GGML_TYPE_F32, Type.GGML_TYPE_F16
+
+#: How far a number may be from the reference, relative, by the least exact type on its way.
+EXACT = {"f32": 2e-6, "f16": 2**-10, "bf16": 2**-8}
+QUANTISED = (
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q2_K",
+    "q3_K",
+    "q4_K",
+    "q5_K",
+    "q6_K",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4",
+)
+
+
+def of_product(n: int) -> float:
+    """How far a product of n numbers of -2 to 2 with quantised weights may be: ggml quantises the
+    numbers too, to 8 bits, which is an error of up to 2 / 254 each; six times what it adds up to.
+    """
+    return 6 * 2 / 254 / 3**0.5 * (4 / 3) ** 0.5 * n**0.5
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor with random numbers, or with `values`."""
+
+    shape: tuple[int, ...]
+    dtype: str = "f32"
+    low: float = -2.0
+    high: float = 2.0
+    values: Any = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def numbers(self, rng: np.random.Generator) -> np.ndarray:
+        if self.values is not None:
+            return np.asarray(self.values).reshape(self.shape)
+        if self.dtype in ("i32", "i64"):
+            return rng.integers(int(self.low), int(self.high), self.shape)
+        return rng.uniform(self.low, self.high, self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call of an operation. `reference` takes the operands and the arguments by name."""
+
+    op: str
+    operands: Mapping[str, Operand]
+    arguments: Mapping[str, Any]
+    reference: Callable[..., Any]
+    rtol: float = 1e-5
+    atol: float = 1e-5
+    unordered: bool = False  # the numbers of a row in any order
+    parameters: tuple[str, ...] = ()  # operands that are to be trained
+    label: str = ""
+
+
+CASES: list[Case] = []
+
+#: Operations that have no reference, and why.
+WITHOUT_REFERENCE: dict[str, str] = {}
+
+
+def f32(*shape: int, low: float = -2, high: float = 2) -> Operand:
+    return Operand(shape, "f32", low, high)
+
+
+def f16(*shape: int, low: float = -2, high: float = 2) -> Operand:
+    return Operand(shape, "f16", low, high)
+
+
+def ints(*shape: int, below: int, dtype: str = "i32") -> Operand:
+    return Operand(shape, dtype, 0, below)
+
+
+def given(values: Any, dtype: str = "i32") -> Operand:
+    values = np.asarray(values)
+    return Operand(values.shape, dtype, values=values)
+
+
+def case(
+    op: str,
+    reference: Callable[..., Any],
+    operands: Mapping[str, Operand],
+    /,
+    *,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    unordered: bool = False,
+    parameters: tuple[str, ...] = (),
+    **arguments: Any,
+) -> None:
+    dtypes = {o.dtype for o in operands.values()}
+    words = [f"{o.dtype}{'x'.join(map(str, o.shape))}" for o in operands.values()]
+    words += [f"{name}={getattr(value, 'name', value)}" for name, value in arguments.items()]
+    worst = max((EXACT.get(dtype, 0) for dtype in dtypes), default=0)
+    CASES.append(
+        Case(
+            op,
+            operands,
+            arguments,
+            reference,
+            max(rtol, worst),
+            max(atol, worst),
+            unordered,
+            parameters,
+            f"{op}-{'-'.join(words)}",
+        )
+    )
+
+
+#: Shapes and types for what goes element by element.
+SHAPES = ((7,), (3, 5), (2, 3, 4, 33))
+ALL = ("f32", "f16", "bf16")
