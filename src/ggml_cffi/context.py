@@ -37,6 +37,7 @@ class _Store:
         self.inputs: list[types.ggml_context] = []
         self.results: list[types.ggml_context] = []
         self.buffers: list[types.ggml_backend_buffer] = []
+        self.keep: list[object] = []  # memory that buffers are made on, for as long as they are
 
     def free(self) -> None:
         for buffer in self.buffers:
