@@ -43,6 +43,13 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 """The types of fixed size, as they lie in the file."""
 
+SCALARS = {
+    kind: struct.Struct("<" + {"u": "BHIQ", "i": "bhiq", "f": "  fd"}[dtype.kind][size])
+    for kind, dtype in DTYPES.items()
+    for size in [dtype.itemsize.bit_length() - 1]
+}
+"""How one of them is packed."""
+
 SIZES = {kind: dtype.itemsize for kind, dtype in DTYPES.items()}
 
 U32 = struct.Struct("<I")

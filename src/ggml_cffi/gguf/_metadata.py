@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -13,8 +12,6 @@ from ..enums import gguf_type
 from . import _format as fmt
 from ._parse import Parser, Value
 from ._strings import follow_few
-
-_SCALARS = {kind: struct.Struct("<" + dtype.char) for kind, dtype in fmt.DTYPES.items()}
 
 
 class _Source:
@@ -42,7 +39,7 @@ class _Source:
             return GGUFArray(self, at, what)
         if kind == fmt.STRING:
             return self.text(at, what)
-        (number,) = _SCALARS[kind].unpack_from(self.data, at)
+        (number,) = fmt.SCALARS[kind].unpack_from(self.data, at)
         return bool(number) if kind == fmt.BOOL else number
 
     def text(self, at: int, what: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from . import _format as fmt
 from ._metadata import GGUFArray
 
-_NUMPY = {np.dtype(dtype.char): kind for kind, dtype in fmt.DTYPES.items() if kind != fmt.BOOL}
+_NUMPY = {dtype.newbyteorder("="): kind for kind, dtype in fmt.DTYPES.items() if kind != fmt.BOOL}
 _NUMPY[np.dtype(np.bool_)] = fmt.BOOL
 _BY_NAME = {fmt.kind_name(kind): kind for kind in (*fmt.SIZES, fmt.STRING, fmt.ARRAY)}
 _FLOATS = (_BY_NAME["float32"], _BY_NAME["float64"])
@@ -111,12 +111,11 @@ def _scalar(value: Any, kind: int, what: str) -> bytes:
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{what} is {value!r:.200}, expected a bool")
         return b"\1" if value else b"\0"
-    form = "<" + fmt.DTYPES[kind].char
     try:
         if isinstance(value, (bool, np.bool_, str)):
             raise TypeError
         number = float(value) if kind in _FLOATS else operator.index(value)
-        return struct.pack(form, number)
+        return fmt.SCALARS[kind].pack(number)
     except TypeError:
         name = type(value).__name__
         expected = fmt.kind_name(kind)
