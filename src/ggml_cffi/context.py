@@ -42,6 +42,7 @@ class _Store:
     def free(self) -> None:
         for buffer in self.buffers:
             capi.ggml_backend_buffer_free(buffer)
+        self.keep.clear()
         for arena in [*self.results, *self.inputs, *self.leaves]:
             capi.ggml_free(arena)
 

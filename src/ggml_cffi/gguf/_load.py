@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import capi
 from .._handles import address
-from .._loader import ffi, lib
+from .._loader import ffi
 from ..context import MAX_DIMS, WEIGHTS, Context
 from ..device import Backend, Device, device
 from ..meta._split import SplitAxis, SplitState
@@ -63,7 +63,6 @@ def load(
                 _copy(data, where, entries, handles, total, progress)
         except BaseException:
             if buffer is not None:
-                lib.ggml_cffi_forget_buffer(arena, buffer)
                 capi.ggml_backend_buffer_free(buffer)
             capi.ggml_free(arena)
             raise
