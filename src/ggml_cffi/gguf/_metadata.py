@@ -197,15 +197,16 @@ class GGUFArray(Sequence[Any]):
             return np.empty(0, dtype)
         if len(wanted) == 1:  # an export of a map of the file for every element would be slow
             begin = start + wanted[0] * dtype.itemsize
-            found = np.frombuffer(bytes(data[begin : begin + dtype.itemsize]), dtype)
+            every = found = np.frombuffer(data[begin : begin + dtype.itemsize], dtype)
         else:
             every = np.ndarray((len(self),), dtype, self._source.whole(), start)
             whole = wanted.step == 1
             found = every[wanted.start : wanted.stop] if whole else every[np.asarray(wanted)]
         if self._element == fmt.BOOL and (found > 1).any():
             bad = int(np.flatnonzero(found > 1)[0])
-            at = start + wanted[bad]
-            self._source.parser.fail(at, self._what, f"is {found[bad]}", "0 or 1, a bool")
+            at, number = start + wanted[bad], int(found[bad])
+            del every, found  # the traceback would keep the file open
+            self._source.parser.fail(at, self._what, f"is {number}", "0 or 1, a bool")
         return found.view(np.bool_) if self._element == fmt.BOOL else found
 
     def _find(self) -> Sequence[int]:

@@ -263,7 +263,7 @@ class Parser:
 
     def fail(self, at: int, what: str, found: str, expected: str) -> NoReturn:
         """Raise GGUFError for what stands at a byte."""
-        what = what if len(what) <= 200 else f"{what[:200]}..."
+        what, found = (t if len(t) <= 200 else f"{t[:200]}..." for t in (what, found))
         raise GGUFError(f"{self.name}: {what}, at byte {at}, {found}; expected {expected}")
 
 
