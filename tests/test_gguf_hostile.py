@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 from _gguf import array, kv, make, string, tensor
 
+from ggml_cffi import capi
+from ggml_cffi.errors import GGMLError
 from ggml_cffi.gguf import GGUFArray, GGUFError, GGUFFile, GGUFWriter
 from ggml_cffi.gguf._parse import Parser
 
 HUGE = (2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def small() -> bytes:
+def small(nested: bool = True) -> bytes:
     """A file with every type of value and several tensors."""
     words = array(8, string("a") + string("") + string("ccc"), 3)
     pairs = [
@@ -35,7 +37,7 @@ def small() -> bytes:
             )
         ),
         kv("words", 9, words),
-        kv("nested", 9, array(9, words + array(2, bytes(4), 2), 2)),
+        *([kv("nested", 9, array(9, words + array(2, bytes(4), 2), 2))] if nested else []),
         kv("many", 9, array(8, b"".join(string(f"w{i}") for i in range(80)), 80)),
     ]
     infos = [
@@ -371,7 +373,7 @@ def test_mutations(tmp_path: Path) -> None:
     print(f"stage reached: {dict(stages)}; opened {opened}, refused in a value {refused_later}")
     beyond = sum(n for name, n in stages.items() if name not in ("magic", "version"))
     assert beyond >= 900
-    assert all(stages[name] > 20 for name in ("counts", "metadata", "tensors", "layout", "done"))
+    assert all(stages[name] >= 10 for name in ("counts", "metadata", "tensors", "layout", "done"))
     assert opened > 20
 
 
@@ -398,6 +400,41 @@ def test_what_opens_is_written_again_alike(tmp_path: Path) -> None:
             for name in file.tensors:
                 assert np.array_equal(file.tensors[name].data, again.tensors[name].data)
     assert n > 10
+
+
+def test_mutations_as_ggml_sees_them(tmp_path: Path) -> None:
+    """What ggml's own reader opens opens here too, and the same is in it, but for what is told."""
+    path = tmp_path / "f"
+    data = small(nested=False)
+    places, rng = Places(data), random.Random(7)
+    both = stricter = 0
+    # of the last: a product of dimensions that wraps to zero gets past ggml's own check
+    stricter_for = (
+        "is no UTF-8|a bool|file's end|expected a name|expected no zero|expected at most|"
+        r"fewer than 2\^63 elements"
+    )
+    for _ in range(400):
+        message = said(path, mutate(data, places, rng))
+        try:
+            native = capi.gguf_init_from_file(path, no_alloc=True)
+        except GGMLError:
+            continue
+        if message:
+            assert re.search(stricter_for, message), message
+            stricter += 1
+        else:
+            both += 1
+            with GGUFFile(path) as file:
+                start = capi.gguf_get_data_offset(native)
+                for index, name in enumerate(file.tensors):
+                    assert capi.gguf_get_tensor_name(native, index) == name
+                    assert capi.gguf_get_tensor_type(native, index) == file.tensors[name].type
+                    at = start + capi.gguf_get_tensor_offset(native, index)
+                    assert at == file.tensors[name].offset
+                assert capi.gguf_get_n_kv(native) == len(file.metadata)
+        capi.gguf_free(native)
+    print(f"both open {both}, ggml alone {stricter}")
+    assert both > 10
 
 
 def nan(file: GGUFFile) -> bool:

@@ -14,7 +14,6 @@ from .._handles import address
 from .._loader import ffi
 from ..context import MAX_DIMS, WEIGHTS, Context
 from ..device import Backend, Device, device
-from ..meta._split import SplitAxis, SplitState
 from ..tensor import Tensor
 from ._parse import Entry
 
@@ -171,6 +170,7 @@ def _unit(where: Device, handle: types.ggml_tensor, entry: Entry) -> int:
     if not capi.ggml_backend_dev_type(where.handle).name.endswith("_META"):
         return 1
     from ..meta._create import split_function
+    from ..meta._split import SplitAxis, SplitState  # not every release has meta devices
 
     state: SplitState | None
     try:
