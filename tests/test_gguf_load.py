@@ -18,7 +18,7 @@ from _release import needs_meta
 
 from ggml_cffi import MetaDevice, SplitState, device, ffi, ops, quants
 from ggml_cffi.context import Context
-from ggml_cffi.errors import SplitError
+from ggml_cffi.errors import AbortError, SplitError
 from ggml_cffi.gguf import GGUFError, GGUFFile, GGUFWriter, _load
 from ggml_cffi.graph import Graph
 
@@ -176,6 +176,24 @@ def test_weights_of_a_meta_device_are_computed_with(path: Path) -> None:
         weights = quants.dequantize(quants.quantize(BLOCKS, "q4_0"), "q4_0")
         found = compiled(x=x)
         np.testing.assert_allclose(found, x @ weights.T, atol=0.01 * np.abs(found).max())
+
+
+@needs_meta
+def test_an_error_of_the_device_is_what_comes_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever arrays its traceback keeps; and the file can be closed once that is gone."""
+    monkeypatch.setattr(_load, "_unit", lambda *arguments: 4)  # no cut can take that
+    monkeypatch.setattr(_load, "_SLICE", 100)
+    meta = MetaDevice(["CPU", "CPU"], SPLITS["axis 1"], on_error="raise")
+    with meta, Context() as ctx:
+        file = GGUFFile(path)
+        with pytest.raises(AbortError):
+            file.load_into(ctx, meta, ["matrix"])
+        gc.collect()
+        file.close()
+        with pytest.raises(AbortError), GGUFFile(path) as file:
+            file.load_into(ctx, meta, ["matrix"])
 
 
 class Stop(Exception):

@@ -8,6 +8,7 @@ import stat
 import struct
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,26 @@ def test_rights_of_the_file(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o604
     finally:
         os.umask(before)
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "f")
+    write(tmp_path / "link", lambda w: None)
+    assert (tmp_path / "link").is_symlink() and os.listdir(tmp_path / "folder") == ["f"]
+
+
+def test_a_large_alignment_takes_no_memory(tmp_path: Path) -> None:
+    tracemalloc.start()
+    with GGUFWriter(tmp_path / "f", alignment=1 << 30) as writer:
+        writer.add_tensor("a", np.arange(4, dtype=np.float32))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    status = (tmp_path / "f").stat()
+    assert status.st_size == 2 << 30 and status.st_blocks * 512 < 1 << 20
+    with GGUFFile(tmp_path / "f") as file:
+        assert file.tensors["a"].offset == 1 << 30
+        assert file.tensors["a"].data.view(np.float32).sum() == 6
 
 
 def test_progress_and_a_file_written_over_itself(tmp_path: Path) -> None:

@@ -148,18 +148,16 @@ def _copy(
     progress: Progress | None,
 ) -> None:
     done = 0
-    with memoryview(data) as view:
-        for name, entry in entries.items():
-            unit = _unit(where, handles[name], entry)
-            for begin, end in _slices(entry.nbytes, unit):
-                with view[entry.start + begin : entry.start + end] as part:
-                    capi.ggml_backend_tensor_set(
-                        handles[name], np.frombuffer(part, np.uint8), begin
-                    )
-                _drop_pages(data, entry.start + begin, entry.start + end)
-                done += end - begin
-                if progress:
-                    progress(done, total)
+    every = np.frombuffer(data, np.uint8)
+    for name, entry in entries.items():
+        unit = _unit(where, handles[name], entry)
+        for begin, end in _slices(entry.nbytes, unit):
+            part = every[entry.start + begin : entry.start + end]
+            capi.ggml_backend_tensor_set(handles[name], part, begin)
+            _drop_pages(data, entry.start + begin, entry.start + end)
+            done += end - begin
+            if progress:
+                progress(done, total)
 
 
 def _unit(where: Device, handle: types.ggml_tensor, entry: Entry) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,9 @@ from ._values import encode, text
 
 _SLICE = 1 << 24
 """Bytes that are written at once."""
+
+_HOLE = 1 << 16
+"""Bytes of zeros that are worth no memory."""
 
 Source = Callable[[], Iterator[Any]]
 """Gives the bytes of a tensor, piece by piece."""
@@ -217,14 +221,17 @@ class GGUFWriter(Closing):
             raise ValueError("the GGUFWriter is closed")
 
     def _write(self, progress: Progress | None) -> None:
-        folder = self.path.absolute().parent
-        fd, made = tempfile.mkstemp(prefix=f".{self.path.name[:100]}-", suffix=".part", dir=folder)
+        target = Path(os.path.realpath(self.path))  # a link stays one
+        made = target.with_name(f".{target.name[:100]}-{secrets.token_hex(8)}.part")
         try:
-            with open(fd, "wb") as file:
-                os.fchmod(file.fileno(), _mode(self.path))
-                file.write(self._head())
+            with open(made, "xb") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+                head = self._head()
+                file.write(head)
+                _pad(file, len(head), self._alignment)
                 self._data(file, progress)
-            os.replace(made, self.path)
+            os.replace(made, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(made)
@@ -241,8 +248,7 @@ class GGUFWriter(Closing):
             parts += [fmt.U64.pack(n) for n in tensor.ne]
             parts += [fmt.U32.pack(tensor.kind), fmt.U64.pack(offset)]
             offset += fmt.padded(tensor.nbytes, self._alignment)
-        head = b"".join(parts)
-        return head + bytes(fmt.padded(len(head), self._alignment) - len(head))
+        return b"".join(parts)
 
     def _data(self, file: BinaryIO, progress: Progress | None) -> None:
         total = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -256,7 +262,7 @@ class GGUFWriter(Closing):
             if written != tensor.nbytes:
                 raise GGUFError(f"tensor {name!r} gave {written} bytes, expected {tensor.nbytes}")
             done += written
-            file.write(bytes(fmt.padded(written, self._alignment) - written))
+            _pad(file, written, self._alignment)
 
     def __repr__(self) -> str:
         what = "closed" if self._closed else f"{len(self._tensors)} tensors"
@@ -285,13 +291,13 @@ def _nbytes(name: str, kind: ggml_type, shape: tuple[int, ...]) -> int:
     return count // block * capi.ggml_type_size(kind)
 
 
-def _mode(path: Path) -> int:
-    """The rights of the file that is there, else those of any new one."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o666 & ~mask
+def _pad(file: BinaryIO, written: int, alignment: int) -> None:
+    """Zeros up to the next multiple of the alignment; a hole where there are many."""
+    missing = fmt.padded(written, alignment) - written
+    if missing < _HOLE:
+        file.write(bytes(missing))
+    else:
+        file.truncate(file.seek(missing, os.SEEK_CUR))
 
 
 # ---- where bytes come from
