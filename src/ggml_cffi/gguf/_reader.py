@@ -37,7 +37,8 @@ class GGUFFile(Closing):
     """An open GGUF file of version 2 or 3: its metadata, and its tensors by name.
 
     Nothing is read but what stands before the tensors' data; the rest when it is asked for, from a
-    map of the file. Do not change or truncate a file while it is open.
+    map of the file. Do not change or truncate a file while it is open: reading what is no longer
+    there ends the process (SIGBUS). `GGUFWriter` never does that.
 
     `metadata` is a mapping of Python values, `tensors` one of `GGUFTensor`. `errors` is how strings
     of the metadata that are no UTF-8 are read, as `bytes.decode` has it; ``"surrogateescape"``
