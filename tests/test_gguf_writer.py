@@ -174,7 +174,8 @@ def test_keys_and_alignment(tmp_path: Path) -> None:
 
 
 def test_arrays(tmp_path: Path) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import ml_dtypes
+
     rng = np.random.default_rng(0)
     floats = rng.standard_normal((3, 4, 64), dtype=np.float32)
     arrays: dict[str, tuple[Any, Any]] = {

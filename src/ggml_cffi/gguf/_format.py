@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ STRING = int(gguf_type.GGUF_TYPE_STRING)
 ARRAY = int(gguf_type.GGUF_TYPE_ARRAY)
 BOOL = int(gguf_type.GGUF_TYPE_BOOL)
 
-DTYPES: dict[int, np.dtype[np.generic]] = {
+DTYPES: dict[int, np.dtype[Any]] = {
     int(kind): np.dtype(code)
     for kind, code in (
         (gguf_type.GGUF_TYPE_UINT8, "<u1"),

@@ -234,8 +234,8 @@ class GGUFTensor:
         """Its numbers, in `shape`: float32 for quantised types, else the dtype of its type.
 
         Those of quantised types are a copy, all others a view of the file's map that cannot be
-        written. Raises ValueError once the file is closed, and NotSupportedError for the types that
-        ggml cannot convert to numbers.
+        written. Raises ValueError once the file is closed, NotSupportedError for the types that
+        ggml cannot convert to numbers, and ImportError for bf16 where ml_dtypes is not installed.
         """
         if not is_quantized(self.type):
             dtype = numpy_dtype(self.type)
