@@ -167,7 +167,10 @@ class Context(Owned[_Store]):
             done: list[types.ggml_backend_buffer] = []
             try:
                 for arena in store.leaves:
-                    if any(is_without_memory(t) for t in _tensors(arena)):
+                    # ggml refuses where all of them are empty
+                    if any(
+                        is_without_memory(t) and not capi.ggml_is_empty(t) for t in _tensors(arena)
+                    ):
                         done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)
             except BaseException:

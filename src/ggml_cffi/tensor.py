@@ -215,7 +215,7 @@ class Tensor:
         that cannot be converted.
         """
         numbers = check_numbers(self, np.asarray(array), casting)
-        if not self.has_memory:
+        if not self.has_memory and self.size:
             raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
         if self.shares_memory:
             _view(self)[...] = numbers
@@ -348,7 +348,7 @@ def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
 
 
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
-    if not tensor.has_memory:
+    if not tensor.has_memory and tensor.size:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
     data = np.empty(tensor.nbytes, np.uint8)
     if data.size:
