@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _gguf import make
+from _gguf import tensor as info
 from _release import needs_meta
 
 from ggml_cffi import MetaDevice, SplitState, device, ffi, ops, quants
@@ -246,6 +248,62 @@ def test_many_loads_leave_nothing(path: Path) -> None:
         del ctx, found
     gc.collect()
     assert maps(path) == 0
+
+
+@needs_meta
+@pytest.mark.parametrize("where", ["CPU", "meta"])
+def test_nothing_but_empty_tensors(path: Path, tmp_path: Path, where: str) -> None:
+    """ggml has no memory for those; they can be read and written all the same."""
+    with MetaDevice(["CPU", "CPU"], SPLITS["mirrored"]) as meta, Context() as ctx:
+        target = device("CPU") if where == "CPU" else meta
+        with GGUFFile(path) as file:
+            found = file.load_into(ctx, target, ["none"])["none"]
+        other = ctx.from_numpy(np.empty((3, 0), np.float32))
+        assert ctx.allocate("CPU") == 0
+        for tensor in (found, other):
+            assert tensor.numpy().shape == tensor.shape and tensor.numpy().size == 0
+            tensor.set(np.empty(tensor.shape, np.float32))
+        with GGUFWriter(tmp_path / "again") as writer:
+            writer.add_tensor("none", found)
+        more = ctx.from_numpy(np.ones(3, np.float32))
+        assert ctx.allocate("CPU") and more.numpy().sum() == 3
+
+
+NO_ROOM = """
+import re, resource, sys
+from pathlib import Path
+from ggml_cffi import AbortError, MetaDevice, SplitState
+from ggml_cffi.context import Context
+from ggml_cffi.gguf import GGUFFile
+path, where = sys.argv[1:]
+meta = MetaDevice(["CPU", "CPU"], lambda info, n: SplitState.mirrored())
+with GGUFFile(path) as file, Context() as ctx:
+    size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+    for _ in range(2):
+        try:
+            file.load_into(ctx, meta if where == "meta" else "CPU")
+        except (MemoryError, AbortError) as error:
+            print(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(file.load_into(ctx, "CPU")["t"].shape, ctx.allocate("CPU"))
+"""
+
+
+@pytest.mark.own_memory
+@needs_meta
+@pytest.mark.parametrize("where", ["CPU", "meta"])
+def test_no_room(tmp_path: Path, where: str) -> None:
+    data = make([], [info("t", [1 << 26], 0, 0)])
+    (tmp_path / "f").write_bytes(data)
+    os.truncate(tmp_path / "f", len(data) + (1 << 28))
+    child = subprocess.run([sys.executable, "-c", NO_ROOM, tmp_path / "f", where],
+                           capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    *told, end = child.stdout.splitlines()
+    # within a meta device ggml aborts over it
+    assert told == [{"CPU": "MemoryError", "meta": "AbortError"}[where]] * 2
+    assert end == f"({1 << 26},) 0"
 
 
 MEMORY = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from .._handles import address
 from .._loader import ffi
 from ..context import MAX_DIMS, WEIGHTS, Context
 from ..device import Backend, Device, device
+from ..errors import GGMLError, StatusMemoryError
 from ..tensor import Tensor
 from ._parse import Entry
 
@@ -60,10 +62,12 @@ def load(
                 buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind)
                 capi.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
                 _copy(data, where, entries, handles, total, progress)
-        except BaseException:
+        except BaseException as error:
             if buffer is not None:
                 capi.ggml_backend_buffer_free(buffer)
             capi.ggml_free(arena)
+            if buffer is None and type(error) is GGMLError:  # ggml's NULL
+                raise StatusMemoryError(str(error), capi.GGML_STATUS_ALLOC_FAILED) from None
             raise
         store.leaves.insert(0, arena)  # the last one is where others are made
         if buffer is not None:
@@ -100,7 +104,12 @@ def _private_map(fd: int, size: int) -> mmap.mmap:
     Nothing is set aside for those copies: a file may be larger than the memory.
     """
     flags = mmap.MAP_PRIVATE | _NORESERVE
-    return mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        return mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"there is no room for a map of {size} bytes") from None
 
 
 def _place(

@@ -98,8 +98,8 @@ class GGUFFile(Closing):
         it raises ends the loading.
 
         Raises GGUFError for a name that the file has not, TypeError for what is no Context, device
-        or name, MemoryError where there is not enough, SplitError where the split function of a
-        meta device fails. Then `ctx` is as before.
+        or name, MemoryError where there is not enough (AbortError on a meta device, where ggml
+        aborts), SplitError where the split function of one fails. Then `ctx` is as before.
         """
         from ._load import load
 

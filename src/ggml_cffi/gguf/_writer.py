@@ -313,7 +313,7 @@ def _of_bytes(data: npt.NDArray[np.uint8]) -> Source:
 
 def _of_tensor(tensor: Tensor) -> Source:
     handle = tensor.handle
-    if not tensor.has_memory:
+    if not tensor.has_memory and tensor.size:
         raise ValueError(f"{tensor!r} has no memory")
     if not capi.ggml_is_contiguous(handle):
         raise ValueError(f"{tensor!r} is not contiguous: give its numbers")
