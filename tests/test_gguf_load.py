@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,25 @@ def test_an_error_of_the_device_is_what_comes_out(
         file.close()
         with pytest.raises(AbortError), GGUFFile(path) as file:
             file.load_into(ctx, meta, ["matrix"])
+
+
+@needs_meta
+@pytest.mark.parametrize("where", ["CPU", "meta"])
+def test_closing_on_another_thread_waits_for_the_loading(path: Path, where: str) -> None:
+    file = GGUFFile(path)
+    thread = threading.Thread(target=file.close)
+
+    def close(done: int, total: int) -> None:
+        if not thread.ident:
+            thread.start()
+            thread.join(0.05)
+        assert not file.closed
+
+    with MetaDevice(["CPU", "CPU"], SPLITS["mirrored"]) as meta, Context() as ctx:
+        found = file.load_into(ctx, meta if where == "meta" else "CPU", progress=close)
+        thread.join()
+        assert file.closed
+        np.testing.assert_array_equal(found["cube"].numpy(), CUBE)
 
 
 class Stop(Exception):

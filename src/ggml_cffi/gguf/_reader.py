@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -54,6 +54,7 @@ class GGUFFile(Closing):
     def __init__(self, path: str | os.PathLike[str], errors: str = "strict") -> None:
         self.name = str(Path(path))
         codecs.lookup_error(errors)
+        self._lock = threading.RLock()
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._fd = fd
         self._end = weakref.finalize(self, os.close, fd)
@@ -104,7 +105,8 @@ class GGUFFile(Closing):
         from ._load import load
 
         entries = self._entries(names)
-        return load(self._source.data, self._fd, entries, ctx, target, progress)
+        with self._lock:  # a descriptor that is closed meanwhile may soon be another file's
+            return load(self._source.data, self._fd, entries, ctx, target, progress)
 
     def _entries(self, names: Iterable[str] | None) -> dict[str, Entry]:
         every = self._source.parser.tensors
@@ -127,19 +129,19 @@ class GGUFFile(Closing):
         return self._source.closed
 
     def close(self) -> None:
-        """Close it. Closing twice is fine.
+        """Close it, after what is being loaded from it. Closing twice is fine.
 
         Raises BufferError, and stays open, while arrays share memory with it.
         """
-        with contextlib.suppress(ValueError):
+        with self._lock:
             try:
                 self._map.close()
             except BufferError:
                 raise BufferError(
                     f"arrays share the memory of the GGUFFile {self.name}: it stays open"
                 ) from None
-        self._source.closed = True
-        self._end()
+            self._source.closed = True
+            self._end()
 
     def __exit__(
         self,
