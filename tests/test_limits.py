@@ -173,6 +173,27 @@ def test_an_abort_outside_a_guarded_call(tmp_path: Path) -> None:
     assert "Fatal Python error: Aborted" in ended.stderr
 
 
+def test_a_gguf_file_truncated_while_it_is_open(tmp_path: Path) -> None:
+    body = f"""
+        import os
+        import numpy as np
+        from ggml_cffi.gguf import GGUFFile, GGUFWriter
+        path = {str(tmp_path / "f")!r}
+        def write():
+            with GGUFWriter(path) as writer:
+                writer.add_tensor("a", np.ones(1 << 20, np.float32))
+        write()
+        with GGUFFile(path) as file:
+            {{step}}
+            print("before", flush=True)
+            print(int(file.tensors["a"].numpy().sum()))
+    """
+    ended = child(body.format(step="os.truncate(path, 4096)"))
+    assert (ended.returncode, ended.stdout) == (-signal.SIGBUS, "before\n"), ended.stderr
+    written = child(body.format(step="write()"))
+    assert (written.returncode, written.stdout) == (0, f"before\n{1 << 20}\n"), written.stderr
+
+
 LINES = [
     line
     for line in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").splitlines()

@@ -38,10 +38,12 @@ class _Store:
         self.inputs: list[types.ggml_context] = []
         self.results: list[types.ggml_context] = []
         self.buffers: list[types.ggml_backend_buffer] = []
+        self.keep: list[object] = []  # memory that buffers are made on, for as long as they are
 
     def free(self) -> None:
         for buffer in self.buffers:
             capi.ggml_backend_buffer_free(buffer)
+        self.keep.clear()
         for arena in [*self.results, *self.inputs, *self.leaves]:
             capi.ggml_free(arena)
 
@@ -178,9 +180,9 @@ class Context(Owned[_Store]):
             done: list[types.ggml_backend_buffer] = []
             try:
                 for arena in store.leaves:
-                    # of empty tensors alone ggml makes no buffer
+                    # ggml refuses where all of them are empty
                     if any(
-                        is_without_memory(t) and capi.ggml_nelements(t) for t in _tensors(arena)
+                        is_without_memory(t) and not capi.ggml_is_empty(t) for t in _tensors(arena)
                     ):
                         done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)

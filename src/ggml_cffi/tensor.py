@@ -224,7 +224,7 @@ class Tensor:
         that cannot be converted.
         """
         numbers = check_numbers(self, np.asarray(array), casting)
-        if not self.has_memory:
+        if not self.has_memory and self.size:
             raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
         if self.shares_memory:
             _view(self)[...] = numbers
@@ -381,7 +381,7 @@ def _check_whole(tensor: Tensor) -> None:
 
 
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
-    if not tensor.has_memory:
+    if not tensor.has_memory and tensor.size:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
     if not tensor.size:
         return np.empty(tensor.shape, tensor.dtype)
