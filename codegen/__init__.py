@@ -30,6 +30,7 @@ CPP = (
     "state.hpp",
     "callbacks.hpp",
     "guard.hpp",
+    "raising.hpp",
 )
 
 

@@ -165,6 +165,7 @@ def test_sdist(sdist: Path) -> None:
         "ggml/process.hpp",
         "ggml/checks.hpp",
         "ggml/memory.hpp",
+        "ggml/raising.hpp",
         "ggml/pin.toml",
         "pyproject.toml",
         "setup.py",

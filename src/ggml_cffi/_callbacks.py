@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -243,13 +243,15 @@ def raise_later(error: BaseException) -> None:
         _unraisable(error, "Exception ignored in a function that no call of ggml led to", None)
 
 
-def take_raised() -> list[BaseException]:
-    """What callbacks raised in the call that has just ended on this thread, first one first."""
-    taken = []
-    while number := lib.ggml_cffi_next_failure():
-        error = _errors.pop(number, None)
-        if error is not None:
-            taken.append(error)
+def take_raised(numbers: Iterable[int] | None = None) -> list[BaseException]:
+    """What callbacks raised under these numbers, first one first.
+
+    Without numbers: in the call at the raw level that has just ended on this thread.
+    """
+    if numbers is None:
+        numbers = iter(lib.ggml_cffi_next_failure, 0)
+    found = [_errors.pop(number, None) for number in numbers]
+    taken = [error for error in found if error is not None]
     while number := lib.ggml_cffi_next_dropped():
         _errors.pop(number, None)
     return taken

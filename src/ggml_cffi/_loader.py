@@ -1,6 +1,7 @@
 """Imports the extension so that only the ggml it was built for can serve it, and checks that.
 
-Gives `lib` and `ffi`. Raises ImportError, with what to do, where the extension is missing, cannot
+Gives `lib` and `ffi`, and `raising`, which makes of a function of `lib` one that raises `Failed`
+(ggml/raising.hpp). Raises ImportError, with what to do, where the extension is missing, cannot
 be loaded, or is served by a ggml other than the one it was compiled against.
 """
 
@@ -18,7 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ffi", "lib", "library_files", "load_backends", "module_files"]
+__all__ = [
+    "Failed",
+    "ffi",
+    "lib",
+    "library_files",
+    "load_backends",
+    "module_files",
+    "raising",
+]
 
 PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
@@ -249,7 +258,7 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, Any]:
+def _load() -> Any:
     _check_platform()
     _check_interpreter()
     info = _build_info()
@@ -257,7 +266,9 @@ def _load() -> tuple[Any, Any]:
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
-    return module.lib, module.ffi
+    return module
 
 
-lib, ffi = _load()
+_module = _load()
+lib, ffi = _module.lib, _module.ffi
+Failed, raising = _module.Failed, _module.raising
