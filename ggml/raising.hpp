@@ -62,9 +62,10 @@ static PyObject * raise_failed() {
         failures.swap(d.failures);
     }
     s.kind = no_error;
-    _cffi_restore_errno();
+    _cffi_restore_errno(); // as the function left it
+    const int  code = errno;
     PyObject * arguments = Py_BuildValue(
-        "(iiNNNii)", kind, index, as_text(message), as_text(log), as_tuple(failures), errno, result);
+        "(iiNNNii)", kind, index, as_text(message), as_text(log), as_tuple(failures), code, result);
     if (arguments) {
         PyErr_SetObject(failed_class, arguments);
         Py_DECREF(arguments);
@@ -146,3 +147,6 @@ static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi
     PyEval_RestoreThread(_save);  \
     }                             \
     if (__builtin_expect(ggml_cffi::failed(self), 0)) return ggml_cffi::raise_failed();
+
+// What fails: _loader.py asks for it once, as a cffi with another macro would never raise.
+static void ggml_cffi_fail(void) { ggml_cffi::state.kind = ggml_cffi::not_allowed; }

@@ -245,6 +245,18 @@ def _check_served(module: Any, info: ModuleType) -> None:
     )
 
 
+def _check_raises(module: Any) -> None:
+    """Raise ImportError unless a call that fails raises: else all failures would be lost."""
+    try:
+        module.raising(module.lib.ggml_cffi_fail, 0)()
+    except module.Failed:
+        return
+    raise ImportError(
+        "the extension of ggml_cffi does not raise what its calls fail with: the cffi that it was "
+        f"built with is not known to it. With another one, {_REBUILD}"
+    )
+
+
 def _text(module: Any, function: str) -> str | None:
     """Call a function that returns a string; None in a release that lacks it."""
     found = getattr(module.lib, function, None)
@@ -266,6 +278,7 @@ def _load() -> Any:
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
+    _check_raises(module)
     return module
 
 
