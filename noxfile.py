@@ -46,6 +46,7 @@ nox.options.sessions = [
     "typing",
     *(f"tests-{MAIN}({backend})" for backend in BACKENDS),
     *(f"core-{python}" for python in CORE),
+    "asan",
 ]
 
 ROOT = Path(__file__).resolve().parent
@@ -259,7 +260,7 @@ def releases(session: nox.Session) -> None:
 
 def release(session: nox.Session, name: str) -> Path:
     """The install prefix in a release's wheel."""
-    folder = Path(session.cache_dir) / "releases" / name
+    folder = Path(session.cache_dir).resolve() / "releases" / name
     if not (folder / "libggml" / "include").is_dir():
         pip = ("python", "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}")
         session.run(*pip, f"libggml-python=={name}")
@@ -292,6 +293,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
-    """Every session: all tests on all Pythons and backends, the benchmark and the demonstration."""
-    for name in ("lint", "codegen", "typing", "tests", "fuzz", "demo", "bench"):
+    """Every session: all tests on all Pythons, backends and releases of ggml, the benchmarks."""
+    names = ("lint", "codegen", "typing", "tests", "asan", "fuzz", "releases", "demo", "bench")
+    for name in names:
         session.notify(name)

@@ -318,7 +318,7 @@ def test_no_plans_on_a_meta_device(meta):
         graph = arena.graph(ctx, capi.ggml_sqr(ctx, arena.weight(4)))
         with pytest.raises(NotSupportedError, match="the backend has no graph_plan_create"):
             capi.ggml_backend_graph_plan_create(meta, graph)
-        plan = ffi.cast("void *", 8)
+        plan = ffi.cast("void *", 24)
         with pytest.raises(NotSupportedError, match="the backend has no graph_plan_compute"):
             capi.ggml_backend_graph_plan_compute(meta, plan)
         with pytest.raises(NotSupportedError, match="the backend has no graph_plan_free"):

@@ -80,7 +80,7 @@ def test_text() -> None:
     assert lines[1].startswith("ggml-cffi   ")
     assert lines[2].startswith(f"ggml        {capi.ggml_version()} (commit {capi.ggml_commit()})")
     assert lines[3] == "libraries"
-    assert re.search(r"^  ggml-base /.*\.so", child.stdout, re.M)
+    assert re.search(r"^  ggml-base +/.*\.so", child.stdout, re.M)
     assert re.search(r"^  CPU       CPU, ", child.stdout, re.M)
     assert re.search(r"^ {12}memory [\d.]+ of [\d.]+ GiB free, by backend CPU$", child.stdout, re.M)
     assert "not there\n" in child.stdout

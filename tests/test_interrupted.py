@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from _compute import F32, Arena
+from _release import needs
 
 from ggml_cffi import AbortError, GGMLError, StatusError, _runtime, capi, ffi, lib
 from ggml_cffi._gen.tables import SPECS
@@ -188,7 +189,11 @@ KINDS = [
     "an exception of a callback", "the same, a pointer", "a callback's setter",
     "a function pointer",
 ]  # fmt: skip
-each_kind = pytest.mark.parametrize("kind", KINDS)
+#: What not every release has.
+NEEDS = {"the same, a pointer": needs("gguf_init_from_callback")}
+each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS.get(kind, ())) for kind in KINDS]
+)
 
 
 @pytest.fixture
@@ -291,6 +296,7 @@ def _steps(error: BaseException) -> Iterator[Any]:
         step = step.tb_next
 
 
+@needs("gguf_init_from_callback")
 def test_the_private_exception_never_comes_out(failing: dict[str, Case]) -> None:
     private = sys.modules["ggml_cffi._loader"].Failed  # type: ignore[attr-defined]
     for case in failing.values():
@@ -299,6 +305,7 @@ def test_the_private_exception_never_comes_out(failing: dict[str, Case]) -> None
         assert not isinstance(error.__context__, private)
 
 
+@needs("gguf_init_from_callback")
 def test_a_callbacks_exception_keeps_its_cause(failing: dict[str, Case]) -> None:
     for kind in ("an exception of a callback", "the same, a pointer"):
         error = failure(failing[kind])

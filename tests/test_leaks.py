@@ -54,7 +54,8 @@ def results(need: Callable[[object, str], None]) -> Results:
         timeout=600,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stderr.splitlines() if "Sanitizer failed to allocate" not in line]
+    assert (done.returncode, told) == (0, [])
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert list(found) == NAMES
     return found
@@ -76,7 +77,7 @@ def growth(left: dict[str, Any]) -> dict[str, object]:
         "handles": left["handles"],
         "lost": left["lost"],
         "tables": {table: size for table, size in left["tables"].items() if size > n / 100},
-        "objects": left["objects"] > OBJECTS * n,
+        "objects": left["objects"] > OBJECTS * max(n, 1000),
     }
 
 

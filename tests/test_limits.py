@@ -68,6 +68,29 @@ def test_a_handle_freed_twice() -> None:
     assert ended.returncode in ENDINGS, ended.stderr
 
 
+def test_an_index_that_a_kernel_does_not_look_at() -> None:
+    """Also with one thread; a number that is there before the computation is looked at."""
+    body = """
+        capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+        F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
+        numbers = capi.ggml_new_tensor_2d(ctx, {type}, 1, 1)
+        experts = capi.ggml_new_tensor_3d(ctx, F32, 8, 4, 3)
+        x = capi.ggml_new_tensor_3d(ctx, F32, 8, 1, 1)
+        result = capi.ggml_mul_mat_id(ctx, experts, x, {ids})
+        graph = capi.ggml_new_graph_custom(ctx, 8, False)
+        capi.ggml_build_forward_expand(graph, result)
+        capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_tensor_set(numbers, ffi.new("{c}[1]", [1 << 30]), 0)
+        print("before", flush=True)
+        capi.ggml_backend_graph_compute(cpu, graph)
+    """
+    ended = child(body.format(type="F32", c="float", ids="capi.ggml_cast(ctx, numbers, I32)"))
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
+    refused = child(body.format(type="I32", c="int32_t", ids="numbers"))
+    assert (refused.returncode, refused.stdout) == (1, "before\n")
+    assert "IndexError: ggml_backend_graph_compute: " in refused.stderr
+
+
 def test_a_field_of_a_struct_written_by_hand() -> None:
     ended = child("""
         tensor = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)

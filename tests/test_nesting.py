@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,15 @@ def test_failures_on_worker_threads_stay_with_their_computation(cpu: Any) -> Non
     assert wrong == []
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT is a KeyboardInterrupt, also where a shell has started the tests with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_no_interrupt_is_lost_and_no_result_is_wrong(arena: Arena, cpu: Any) -> None:
     def function(dst: Any, src: Any, ith: int, nth: int) -> None:
         floats(dst)[:] = floats(src) + 1
@@ -316,6 +325,7 @@ def test_an_abort_after_an_interrupt_does_not_hide_it(
     assert _callbacks._errors == {}
 
 
+@needs("gguf_init_from_callback")
 def test_an_interrupt_after_an_exception_of_the_same_call_is_not_lost() -> None:
     """The reader raises, ggml logs that, and the receiver of the log is interrupted."""
 
@@ -335,6 +345,7 @@ def test_an_interrupt_after_an_exception_of_the_same_call_is_not_lost() -> None:
         capi.gguf_init_from_callback(read, 0, 1000)
 
 
+@needs("gguf_init_from_callback")
 def test_a_failing_call_in_the_log_receiver_takes_no_exception_of_the_outer_call() -> None:
     failed = []
 

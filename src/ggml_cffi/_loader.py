@@ -252,8 +252,8 @@ def _check_raises(module: Any) -> None:
     except module.Failed:
         return
     raise ImportError(
-        "the extension of ggml_cffi does not raise what its calls fail with: the cffi that it was "
-        f"built with is not known to it. With another one, {_REBUILD}"
+        "the extension of ggml_cffi does not raise where a call fails: it was built with a cffi "
+        f"that writes other calls than those known. With another cffi, {_REBUILD}"
     )
 
 

@@ -49,7 +49,7 @@ def differs() -> None:
     """A kernel that is off by a little: here, an operand that changes under it."""
     ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
     backend = capi.ggml_backend_cpu_init()
-    builder = Builder(ctx, [4, 4, 4, 4])
+    builder = Builder(ctx, [4, 4, 4, 4], {})
     a, b = builder.leaf(F32, (4, 4)), builder.leaf(BF16, (4, 4))
     builder.made("ggml_add", a, a)
     builder.made("ggml_neg", b)

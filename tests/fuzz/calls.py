@@ -17,6 +17,7 @@ from programs import INTEGERS, NUMBERS, REFUSALS, TYPES
 
 import ggml_cffi
 from ggml_cffi import capi, enums
+from ggml_cffi.meta import MetaDevice, SplitState
 
 #: Functions that are left out, and why.
 LEFT_OUT = {
@@ -93,7 +94,12 @@ def allowed(name: str, parameters: Iterable[Parameter]) -> bool:
 
 
 SIGNATURES = {n: s for n, s in sorted(signatures().items()) if allowed(n, s[0])}
-NAMES = list(SIGNATURES)
+#: What builds tensors has a fuzz of its own: the others come more often.
+NAMES = [
+    name
+    for name, (_, returns) in SIGNATURES.items()
+    for _ in range(1 if returns == "types.ggml_tensor" else 3)
+]
 
 
 class World:
@@ -151,6 +157,22 @@ class World:
             capi.ggml_opt_dataset_free,
         )
         self.own("ggml_opt_result", capi.ggml_opt_result_init(), capi.ggml_opt_result_free)
+
+    def spread(self) -> None:
+        """Tensors of a meta device beside the others, cut and mirrored."""
+        meta = MetaDevice(["CPU", "CPU"], _cut)
+        self.closing.callback(meta.close)
+        device = self.add("ggml_backend_device", meta.handle)
+        backend = capi.ggml_backend_dev_init(device, None)
+        self.own("ggml_backend", backend, capi.ggml_backend_free)
+        ctx = capi.ggml_init(mem_size=1 << 18, no_alloc=True)
+        self.own("ggml_context", ctx, capi.ggml_free)
+        for type, ne in ((0, (4, 2)), (0, (8, 4)), (8, (64, 2)), (26, (6,))):
+            self.add("ggml_tensor", capi.ggml_new_tensor(ctx, type, list(ne)))
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, backend)
+        capi.ggml_backend_buffer_clear(buffer, 0)
+        self.own("ggml_backend_buffer", buffer, capi.ggml_backend_buffer_free)
+        self.add("ggml_backend_buffer_type", capi.ggml_backend_get_default_buffer_type(backend))
 
     @staticmethod
     def _written(gguf: Any) -> bytes:
@@ -290,6 +312,12 @@ FREE = {
 }
 
 
+def _cut(info: Any, n_devs: int) -> SplitState:
+    if info.ne[1] % 2 == 0 and info.type == 0:
+        return SplitState.by_ratio(info, 1, [1] * n_devs)
+    return SplitState.mirrored()
+
+
 def run(example: dict[str, Any], counts: Counter[str]) -> None:
     with contextlib.ExitStack() as closing:
         folder = closing.enter_context(tempfile.TemporaryDirectory())
@@ -297,6 +325,8 @@ def run(example: dict[str, Any], counts: Counter[str]) -> None:
         os.chdir(folder)
         closing.callback(os.chdir, before)
         world = World(closing)
+        if example["spread"]:
+            world.spread()
         for number, choices in example["calls"]:
             name = NAMES[number % len(NAMES)] if isinstance(number, int) else number
             if os.environ.get("GGML_CFFI_FUZZ_TRACE"):

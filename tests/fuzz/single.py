@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import reference
 from memory import GuardedMemory, data
+from operations import OPERATIONS
 from programs import REFUSALS, VIEWS, Builder, Call, Leaf, Ref, execute, tensors_of
 
 from ggml_cffi import AbortError, capi
@@ -218,7 +219,7 @@ def _first_difference(a: bytes, b: bytes) -> str:
 def run(example: dict[str, Any], counts: Counter[str]) -> None:
     """Build, compute three times, compare; raises a Fault."""
     ctx = capi.ggml_init(mem_size=ARENA, no_alloc=True)
-    builder = Builder(ctx, example["dims"])
+    builder = Builder(ctx, example["dims"], OPERATIONS)
     for function, choices in example["nodes"]:
         if function:
             builder.node(function, bytes.fromhex(choices))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import reference
 from memory import GuardedMemory
+from operations import OPERATIONS
 from programs import (
     BF16,
     BLOCKS,
@@ -68,7 +69,7 @@ class SpreadBuilder(Builder):
     """Draws what can be had of the operands as they are cut."""
 
     def __init__(self, ctx: Any, example: dict[str, Any]) -> None:
-        super().__init__(ctx, example["dims"])
+        super().__init__(ctx, example["dims"], OPERATIONS)
         self.example = example
         self.states: list[State] = []
         self.inexact: set[int] = set()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from programs import OPERATIONS
+from operations import OPERATIONS
 from runner import Runner
 from spread import WRONG_ANSWERS
 
@@ -108,6 +108,7 @@ on_several_devices = st.fixed_dictionaries(
 any_calls = st.fixed_dictionaries(
     {
         "kind": st.just("calls"),
+        "spread": st.booleans() if hasattr(capi, "ggml_backend_meta_device") else st.just(False),
         "calls": st.lists(
             st.tuples(st.integers(0, 2**16), st.binary(min_size=16, max_size=16).map(bytes.hex)),
             min_size=40,

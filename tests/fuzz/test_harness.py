@@ -22,7 +22,7 @@ def broken(how: str) -> dict[str, str]:
     ("how", "told"),
     [
         ("dies", "has ended with -9"),
-        ("overruns", "Segmentation fault"),
+        ("overruns", "(Segmentation fault|SEGV)"),
         ("differs", r"t2 = ggml_add\(t0, t0\): 16 of 16 numbers"),
         ("no_such", "KeyError"),
     ],

@@ -114,7 +114,7 @@ def measure(name: str, cycle: Callable[[], object], n: int = N, batches: int = B
         left.lost = _grown(diagnostics.leaked_handles(), lost)
         left.tables = _grown(tables(), entries)
         left.aborts = diagnostics.caught_aborts() - aborts
-        if left.resident <= FEW_PAGES and left.allocated <= 0:
+        if SANITIZED or (left.resident <= FEW_PAGES and left.allocated <= 0):
             break
     if not EXACT:
         left.allocated = None
