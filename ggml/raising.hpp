@@ -8,8 +8,8 @@
 
 namespace ggml_cffi {
 
-// The exception. Its arguments: kind, index, message, log, the numbers of what callbacks raised,
-// errno, and, where the guard has nothing to say, the status that C returned, 0 for NULL and false.
+// The exception. Its arguments: kind, index, message, log, a list of what callbacks raised, errno,
+// and, where the guard has nothing to say, the status that C returned, 0 for NULL and false.
 // _runtime.py makes of them what the caller gets to see.
 static PyObject * failed_class = nullptr;
 
@@ -33,17 +33,26 @@ static PyObject * as_text(const std::string & text) {
     return PyUnicode_DecodeUTF8(text.data(), (Py_ssize_t) text.size(), "surrogateescape");
 }
 
-static PyObject * as_tuple(const std::vector<uint64_t> & numbers) {
-    PyObject * tuple = PyTuple_New((Py_ssize_t) numbers.size());
-    for (size_t i = 0; tuple && i < numbers.size(); ++i) {
+// What callbacks raised, by number: _callbacks.py puts it there.
+static PyObject * raised_by_number = nullptr;
+
+// The exceptions of these numbers, which are then nowhere else: a failure that is lost on its way, over
+// an interrupt perhaps, takes them with it.
+static PyObject * take_raised(const std::vector<uint64_t> & numbers) {
+    PyObject * taken = PyList_New(0);
+    for (size_t i = 0; taken && i < numbers.size(); ++i) {
         PyObject * number = PyLong_FromUnsignedLongLong(numbers[i]);
-        if (!number) {
-            Py_DECREF(tuple);
+        PyObject * error = number ? PyDict_GetItemWithError(raised_by_number, number) : nullptr;
+        if (error && (PyList_Append(taken, error) || PyDict_DelItem(raised_by_number, number))) {
+            error = nullptr;
+        }
+        Py_XDECREF(number);
+        if (!error && PyErr_Occurred()) {
+            Py_DECREF(taken);
             return nullptr;
         }
-        PyTuple_SetItem(tuple, (Py_ssize_t) i, number);
     }
-    return tuple;
+    return taken;
 }
 
 // The call that has just ended on this thread has failed. All is taken from the thread before Python
@@ -65,7 +74,7 @@ static PyObject * raise_failed() {
     _cffi_restore_errno(); // as the function left it
     const int  code = errno;
     PyObject * arguments = Py_BuildValue(
-        "(iiNNNii)", kind, index, as_text(message), as_text(log), as_tuple(failures), code, result);
+        "(iiNNNii)", kind, index, as_text(message), as_text(log), take_raised(failures), code, result);
     if (arguments) {
         PyErr_SetObject(failed_class, arguments);
         Py_DECREF(arguments);
@@ -112,7 +121,7 @@ static bool add_to(PyObject * module, const char * name, PyObject * made) {
     return added;
 }
 
-// The module as cffi makes it, with `Failed` and `raising`.
+// The module as cffi makes it, with `Failed`, `raised` and `raising`.
 static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi_type_context_s * context) {
     PyObject * module = _cffi_init(name, version, context);
     if (!module) {
@@ -121,7 +130,10 @@ static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi
     if (!failed_class) {
         failed_class = PyErr_NewException("ggml_cffi._gen._ggml.Failed", nullptr, nullptr);
     }
-    bool complete = failed_class;
+    if (!raised_by_number) {
+        raised_by_number = PyDict_New();
+    }
+    bool complete = failed_class && raised_by_number;
     for (PyObject *& self : raising_self) {
         if (!self) {
             self = PyObject_CallObject((PyObject *) &PyBaseObject_Type, nullptr);
@@ -129,7 +141,8 @@ static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi
         complete = complete && self;
     }
     Py_XINCREF(failed_class); // add_to takes a reference
-    if (!add_to(module, "Failed", failed_class) || !complete ||
+    Py_XINCREF(raised_by_number);
+    if (!add_to(module, "Failed", failed_class) || !add_to(module, "raised", raised_by_number) || !complete ||
         !add_to(module, "raising", PyCFunction_NewEx(&raising_definition, nullptr, nullptr))) {
         Py_DECREF(module);
         return nullptr;

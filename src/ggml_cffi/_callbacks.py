@@ -15,14 +15,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
 
 from ._gen.tables import KINDS
-from ._loader import ffi, lib, load_backends
+from ._loader import ffi, lib, load_backends, raised
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
@@ -38,7 +38,7 @@ owners: dict[int, list[Registration]] = {}
 #: The one registration per (function, object) of callbacks that a later call replaces.
 _replaced: dict[tuple[str, int], Registration] = {}
 #: What callbacks raised, by the numbers that the guard keeps with the call it is to come out of.
-_errors: dict[int, BaseException] = {}
+_errors: dict[int, BaseException] = raised
 _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
 _replacing = threading.RLock()
@@ -243,18 +243,17 @@ def raise_later(error: BaseException) -> None:
         _unraisable(error, "Exception ignored in a function that no call of ggml led to", None)
 
 
-def take_raised(numbers: Iterable[int] | None = None) -> list[BaseException]:
-    """What callbacks raised under these numbers, first one first.
+def take_raised() -> list[BaseException]:
+    """What callbacks raised in the call of lib that has just ended on this thread, in order."""
+    found = [_errors.pop(number, None) for number in iter(lib.ggml_cffi_next_failure, 0)]
+    forget_unread()
+    return [error for error in found if error is not None]
 
-    Without numbers: in the call at the raw level that has just ended on this thread.
-    """
-    if numbers is None:
-        numbers = iter(lib.ggml_cffi_next_failure, 0)
-    found = [_errors.pop(number, None) for number in numbers]
-    taken = [error for error in found if error is not None]
+
+def forget_unread() -> None:
+    """Drop what callbacks raised in calls that nobody asked about in time."""
     while number := lib.ggml_cffi_next_dropped():
         _errors.pop(number, None)
-    return taken
 
 
 # ---- the Python side of every trampoline

@@ -1,8 +1,9 @@
 """Imports the extension so that only the ggml it was built for can serve it, and checks that.
 
-Gives `lib` and `ffi`, and `raising`, which makes of a function of `lib` one that raises `Failed`
-(ggml/raising.hpp). Raises ImportError, with what to do, where the extension is missing, cannot
-be loaded, or is served by a ggml other than the one it was compiled against.
+Gives `lib` and `ffi`; `raising`, which makes of a function of `lib` one that raises `Failed`, and
+`raised`, where that finds what callbacks raised (ggml/raising.hpp). Raises ImportError, with what
+to do, where the extension is missing, cannot be loaded, or is served by a ggml other than the one
+it was compiled against.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "library_files",
     "load_backends",
     "module_files",
+    "raised",
     "raising",
 ]
 
@@ -284,4 +286,4 @@ def _load() -> Any:
 
 _module = _load()
 lib, ffi = _module.lib, _module.ffi
-Failed, raising = _module.Failed, _module.raising
+Failed, raised, raising = _module.Failed, _module.raised, _module.raising

@@ -495,8 +495,10 @@ def failed(function: str, values: tuple[Any, ...], why: tuple[Any, ...]) -> Base
 def _failure(
     function: str, facts: Spec, values: tuple[Any, ...], why: tuple[Any, ...]
 ) -> BaseException:
-    kind, index, message, log, numbers, errno, status = why
-    raised: list[BaseException] = _callbacks_module().take_raised(numbers)
+    kind, index, message, log, found, errno, status = why
+    raised: list[BaseException] = found[:]
+    found.clear()  # an exception refers to the frame that has `why`: no circle for the collector
+    _callbacks_module().forget_unread()
     if kind == _CALLBACK_RAISED:
         return _first(raised) or RuntimeError(f"{function}: a callback failed")
     error = _described(kind, index, function, facts, values, errno, status, message, log.strip())
