@@ -293,7 +293,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
-    """Every session: all tests on all Pythons, backends and releases of ggml, the benchmarks."""
-    names = ("lint", "codegen", "typing", "tests", "asan", "fuzz", "releases", "demo", "bench")
-    for name in names:
+    """Every session but `regenerate`, which writes files; `core` and the tests on all Pythons."""
+    names = "lint codegen typing tests core asan fuzz releases demo bench"
+    for name in names.split():
         session.notify(name)

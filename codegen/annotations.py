@@ -39,7 +39,9 @@ _OF_PARAMETERS = frozenset(
     ("holds", "nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",
      "defaults")
 )  # fmt: skip
-CALLBACK_KEYS = frozenset(("threads", "on_error", "gone", "in_kernel", "used", "note"))
+CALLBACK_KEYS = frozenset(
+    ("threads", "on_error", "gone", "in_kernel", "between_steps", "used", "note", "after")
+)
 
 
 class AnnotationError(ValueError):
@@ -187,7 +189,7 @@ def _check_keys(
             wanted = list
         elif key in _TABLES:
             wanted = dict
-        elif key in _BOOLS or key in ("used", "gone", "in_kernel"):
+        elif key in _BOOLS or key in ("used", "gone", "in_kernel", "between_steps"):
             wanted = bool
         elif key in _STRINGS or key == "on_error":
             wanted = str

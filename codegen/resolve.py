@@ -74,6 +74,7 @@ class CallbackKind:
     slots: tuple[str, ...] = ()
     gone: bool | None = None
     in_kernel: bool = False
+    between_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Binding:
     version: str = ""
     commit: str = ""
     pointers: tuple[ir.Typedef, ...] = ()  # function-pointer types that ggml hands out
+    after_pointers: Mapping[str, str] = field(default_factory=dict)  # C++ to run after a call
     modules: Mapping[str, str] = field(default_factory=dict)  # loadable library → its backend
 
 
@@ -203,10 +205,12 @@ def resolve(
         for name, (_, table) in annotations.callbacks.items()
         if name in api.typedefs and not table.get("used", True)
     )
+    after = {name: table["after"] for name, (_, table) in annotations.callbacks.items()
+             if "after" in table}  # fmt: skip
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
     return Binding(
         api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers,
-        modules or {},
+        modules=modules or {}, after_pointers=after,
     )  # fmt: skip
 
 
@@ -513,6 +517,7 @@ def _callbacks(
                 scalar_kind(api, pointed.returns) == "struct",
                 tuple(slots.get(typedef.name, ())), table.get("gone"),
                 table.get("in_kernel", False),
+                table.get("between_steps", False),
             )
         )  # fmt: skip
     return tuple(kinds)

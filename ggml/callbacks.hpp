@@ -18,6 +18,10 @@ inline std::vector<failure> foreign_failures;
 inline std::vector<uint64_t> dropped;                 // numbers that nobody asked for
 inline std::atomic<bool> foreign_raised{false};       // there are some
 
+// When a Python function is called: its computation may be in the midst of a backend's work then, or
+// between two of its steps.
+enum class entered { on_the_way, in_kernel, between_steps };
+
 // Entered by every trampoline: the guard rests while Python runs, so that nothing unwinds through
 // CPython's frames. What Python raises is of the guarded call that led here; on a thread of ggml's
 // own there is none, and it waits for the computation to end.
@@ -29,8 +33,8 @@ struct python_entry {
     const uint64_t             serial_before = state.serial;
     const uint64_t             log_before_serial = state.log_serial;
     std::string                log_before; // of the guarded call that led here
-    const bool                 in_kernel; // called in the midst of a backend's work
-    explicit python_entry(const void * key = nullptr, bool kernel = false) : userdata(key), in_kernel(kernel) {
+    const entered              when;
+    explicit python_entry(const void * key = nullptr, entered at = entered::on_the_way) : userdata(key), when(at) {
         thread_state & s = state;
         s.inside = nullptr;
         s.entry = this;
@@ -77,6 +81,32 @@ inline bool not_now(const void * userdata, bool even_after_failure = false) {
     return state.raised && !even_after_failure;
 }
 
+// What a thread leaves unread when it ends: nobody will ask for it. Made after the thread's details,
+// and so gone before them.
+struct leavings {
+    thread_details & mine = details();
+    ~leavings() {
+        if (!has_python()) {
+            return; // nobody reads any more, and `dropped` may be gone
+        }
+        const auto drop = [](const std::vector<uint64_t> & numbers) {
+            dropped.insert(dropped.end(), numbers.begin(), numbers.end());
+        };
+        try {
+            std::lock_guard<fork_safe_mutex> hold(foreign_lock);
+            for (const failure & f : mine.raised) {
+                dropped.push_back(f.number);
+            }
+            drop(mine.failures);
+            for (const kept_error & error : mine.kept) {
+                drop(error.failures);
+            }
+        } catch (const std::bad_alloc &) {
+            return; // then these exceptions stay
+        }
+    }
+};
+
 inline bool raise(uint64_t number) {
     const python_entry * entry = state.entry;
     if (!entry || (entry->foreign() && !entry->userdata)) {
@@ -90,6 +120,8 @@ inline bool raise(uint64_t number) {
             foreign_failures.push_back(what);
             foreign_raised = true;
         } else {
+            static thread_local const leavings at_the_end;
+            (void) at_the_end;
             details().raised.push_back(what);
         }
     } catch (const std::bad_alloc &) {
@@ -155,14 +187,38 @@ inline uint64_t next_dropped() {
 
 inline fork_safe_mutex computing_lock;
 inline int n_computing = 0;                           // on all threads
+
+// What computations use: none of it may be freed. Backends, threads and schedulers compute; what is
+// used in steps may be changed between them.
+struct use_of {
+    const void * object;
+    bool         in_steps;
+    bool operator==(const use_of & other) const { return object == other.object && in_steps == other.in_steps; }
+};
+inline std::vector<use_of> at_work;
+
+// With computing_lock held.
+inline bool used(const void * object) {
+    return std::any_of(at_work.begin(), at_work.end(), [&](const use_of & use) { return use.object == object; });
+}
+
+// Schedulers whose eval callback was taken away while they were used. ggml calls it for each node
+// without looking whether it is still there, so NULL has to wait.
 inline std::vector<ggml_backend_sched_t> without_eval_callback;
 
-inline std::vector<const void *> at_work;             // backends and schedulers that compute
+// With computing_lock held: NULL has waited long enough where nothing is computed any more.
+inline void take_eval_callbacks() {
+    auto &     waiting = without_eval_callback;
+    const auto ready = std::partition(waiting.begin(), waiting.end(), [](const void * s) { return used(s); });
+    std::for_each(ready, waiting.end(),
+                  [](ggml_backend_sched_t s) { ggml_backend_sched_set_eval_callback(s, nullptr, nullptr); });
+    waiting.erase(ready, waiting.end());
+}
 
 // One on this thread: the callbacks that it calls. One inside a callback of another has its own.
 struct computation {
     std::vector<const void *> outer;
-    std::vector<const void *> uses;                   // its part of at_work
+    std::vector<use_of>       uses;                   // its part of at_work
     computation * const       before = details().computing;
     computation() {
         outer.swap(details().entered);
@@ -175,17 +231,23 @@ struct computation {
         details().entered.swap(outer);
         details().computing = before;
         std::lock_guard<fork_safe_mutex> hold(computing_lock);
-        for (const void * used : uses) {
-            at_work.erase(std::find(at_work.begin(), at_work.end(), used));
+        for (const use_of & use : uses) {
+            at_work.erase(std::find(at_work.begin(), at_work.end(), use));
         }
-        if (--n_computing == 0) {
-            for (ggml_backend_sched_t scheduler : without_eval_callback) {
-                ggml_backend_sched_set_eval_callback(scheduler, nullptr, nullptr);
-            }
-            without_eval_callback.clear();
-        }
+        --n_computing;
+        take_eval_callbacks();
     }
 };
+// In a child of a fork only the computations of the thread that forked are there.
+inline void forget_other_threads() {
+    n_computing = 0;
+    at_work.clear();
+    for (const computation * mine = details().computing; mine; mine = mine->before) {
+        ++n_computing;
+        at_work.insert(at_work.end(), mine->uses.begin(), mine->uses.end());
+    }
+    take_eval_callbacks();
+}
 inline bool computes_somewhere() {
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
     return n_computing > 0;
@@ -194,14 +256,48 @@ struct no_computation {
     ~no_computation() {} // so that it is not an unused variable
 };
 
-// With computing_lock held.
-inline bool works(const void * object) { return std::find(at_work.begin(), at_work.end(), object) != at_work.end(); }
+// Whether all that has called Python on this thread was between two steps.
+inline bool between_steps() {
+    const python_entry * entry = state.entry;
+    while (entry && entry->when == entered::between_steps) {
+        entry = entry->entry_before;
+    }
+    return state.entry && !entry;
+}
 
-inline void begin_work(const void * object) {
+// With computing_lock held: it computes, and is not between two steps.
+inline bool works(const void * object) {
+    const bool between = between_steps();
+    return std::any_of(at_work.begin(), at_work.end(), [&](const use_of & use) {
+        return use.object == object && !(use.in_steps && between);
+    });
+}
+
+inline void begin_work(const void * object, bool in_steps = false) {
     computation * mine = details().computing;
     mine->uses.reserve(mine->uses.size() + 1);
-    at_work.push_back(object);
-    mine->uses.push_back(object);
+    at_work.push_back({ object, in_steps });
+    mine->uses.push_back({ object, in_steps });
+}
+
+// The computation that begins uses these until it ends.
+template <class... Objects> void use(Objects... objects) {
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    for (const void * object : { (const void *) objects... }) {
+        if (object) {
+            begin_work(object, true);
+        }
+    }
+}
+
+// Whether it may be freed.
+inline bool unused(const void * object) {
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    if (used(object)) {
+        check::why = "a computation that has not ended uses it";
+        return false;
+    }
+    return true;
 }
 
 // The threads that CPU backends were given: several may have the same.
@@ -225,7 +321,7 @@ inline void forget_pools(ggml_backend_t backend) {
 // Whether this thread is inside of an operation or an abort callback that a computation has called.
 inline bool called_in_kernel() {
     for (const python_entry * entry = state.entry; entry; entry = entry->entry_before) {
-        if (entry->in_kernel) {
+        if (entry->when == entered::in_kernel) {
             return true;
         }
     }
@@ -297,27 +393,40 @@ inline bool idle(ggml_backend_sched_t scheduler) {
 // A step of training is a computation of its scheduler; between those of an epoch that is free.
 inline bool idle(ggml_opt_context_t context) {
     ggml_backend_sched_t scheduler = scheduler_of(context);
-    return !scheduler || idle(scheduler);
+    if (scheduler && !idle(scheduler)) {
+        return false;
+    }
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    begin_work(context);
+    return true;
+}
+inline bool not_computing(ggml_opt_context_t context) {
+    ggml_backend_sched_t scheduler = scheduler_of(context);
+    return !scheduler || not_computing(scheduler);
 }
 inline bool backends_idle(ggml_opt_context_t context) {
     ggml_backend_sched_t scheduler = scheduler_of(context);
     return !scheduler || backends_idle(scheduler);
 }
 
-// A scheduler got an eval callback, or that of nobody. ggml calls it for each node without looking
-// whether it is still there, so NULL has to wait until nothing computes.
-inline void note_eval_callback(ggml_backend_sched_t scheduler, bool nobody) {
+// A scheduler gets another eval callback: what waits must not take that away.
+inline void replace_eval_callback(ggml_backend_sched_t scheduler) {
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
     auto & waiting = without_eval_callback;
     waiting.erase(std::remove(waiting.begin(), waiting.end(), scheduler), waiting.end());
-    if (!nobody) {
-        return;
-    }
-    if (n_computing == 0) {
-        ggml_backend_sched_set_eval_callback(scheduler, nullptr, nullptr);
-    } else {
-        waiting.push_back(scheduler);
-    }
+}
+
+// It got that of nobody: NULL comes in its place as soon as it may.
+inline void end_eval_callback(ggml_backend_sched_t scheduler) {
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    without_eval_callback.push_back(scheduler);
+    take_eval_callbacks();
 }
 
 } // namespace ggml_cffi
+
+// Whether a computation uses it, so that freeing it is refused.
+static bool ggml_cffi_in_use(const void * object) {
+    std::lock_guard<ggml_cffi::fork_safe_mutex> hold(ggml_cffi::computing_lock);
+    return ggml_cffi::used(object);
+}

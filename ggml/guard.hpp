@@ -34,10 +34,14 @@ struct kernel_search {
     bool found;
 };
 
+inline bool is_cpu_library(const char * path) {
+    const char * slash = std::strrchr(path, '/');
+    return std::strstr(slash ? slash : path, "libggml-cpu");
+}
+
 inline _Unwind_Reason_Code find_kernel(_Unwind_Context * context, void * data) {
     Dl_info info;
-    if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname &&
-        std::strstr(info.dli_fname, "libggml-cpu")) {
+    if (dladdr((void *) _Unwind_GetIP(context), &info) && info.dli_fname && is_cpu_library(info.dli_fname)) {
         ((kernel_search *) data)->found = true;
         return _URC_END_OF_STACK;
     }
@@ -109,10 +113,26 @@ inline void on_abort(const char * message) {
 
 template <auto F, class Traits> struct call;
 
+// C may call a guarded function itself, having its address, inside of another guarded call: what
+// callbacks raise afterwards is still of the outer call.
+struct outer_serial {
+    thread_state & s;
+    const bool     nested;
+    const uint64_t serial;
+    explicit outer_serial(thread_state & of) : s(of), nested(of.inside), serial(of.serial) {}
+    outer_serial(const outer_serial &) = delete;
+    ~outer_serial() {
+        if (nested) {
+            s.serial = serial;
+        }
+    }
+};
+
 template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits> {
     // GCC gives a forced unwind, which is no object, as a reference to nothing: no matter for UBSan.
     [[gnu::no_sanitize("null")]] static R now(A... a) {
         thread_state & s = state;
+        const outer_serial kept(s);
         s.kind = no_error;
         s.serial = ++s.n_calls;
         const bool raised_before = s.raised;
@@ -381,7 +401,6 @@ static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
 }
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 
-static void ggml_cffi_note_threads(struct ggml_backend * backend, int n) { ggml_cffi::note_threads(backend, n); }
 
 static void ggml_cffi_set_user_abort(bool wanted) { ggml_cffi::user_abort = wanted; }
 
@@ -415,9 +434,9 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
     }
 }
 
-// Called once, at import.
-static void ggml_cffi_install(void) {
+// Called once, at import. Whether the process could be prepared.
+static bool ggml_cffi_install(void) {
     ggml_set_abort_callback(ggml_cffi::on_abort);
     ggml_log_set(ggml_cffi_log, nullptr);
-    ggml_cffi::prepare_process();
+    return ggml_cffi::prepare_process();
 }

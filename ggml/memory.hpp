@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -137,9 +138,46 @@ inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) 
     }
 }
 
+// ---- where the caller's tensors are: no scheduler has put those into a graph
+
+inline fork_safe_mutex          contexts_lock;
+inline std::map<char *, char *> contexts_table; // from the first byte of a context's memory to its end
+
+// Without memory for the entry, its tensors are not known for the caller's: that is no error.
+inline void note_context(ggml_context * context) noexcept {
+    if (context) {
+        char * first = (char *) ggml_get_mem_buffer(context);
+        std::lock_guard<fork_safe_mutex> hold(contexts_lock);
+        try {
+            remembered += contexts_table.insert_or_assign(first, first + ggml_get_mem_size(context)).second;
+        } catch (const std::bad_alloc &) {
+        }
+    }
+}
+
+inline void forget_context(ggml_context * context) {
+    if (context) {
+        std::lock_guard<fork_safe_mutex> hold(contexts_lock);
+        remembered -= (int64_t) contexts_table.erase((char *) ggml_get_mem_buffer(context));
+    }
+}
+
+// One that comes by way of an address that the caller gave.
+inline void made_context(ggml_context * context) {
+    made(handle::ggml_context, context);
+    note_context(context);
+}
+
+inline bool is_in_a_context(const ggml_tensor * tensor) {
+    std::lock_guard<fork_safe_mutex> hold(contexts_lock);
+    auto after = contexts_table.upper_bound((char *) tensor);
+    return after != contexts_table.begin() && (char *) tensor < std::prev(after)->second;
+}
+
 // The caller does not get what it has an address for: nobody gets the result that belongs to it.
 inline void free_context(ggml_context ** context) {
     if (context && *context) {
+        forget_context(*context);
         freed(handle::ggml_context, *context, true);
         ggml_free(*context);
         *context = nullptr;
@@ -173,7 +211,8 @@ inline void forget_plan(ggml_backend_sched_t scheduler) {
 
 #ifdef GGML_CFFI_LINKS_GGML_CPU
 // ggml frees a CPU backend's work buffer before it allocates a larger one: if that throws, the
-// backend is left with the freed one. So try first. Throws std::bad_alloc.
+// backend is left with the freed one. So try first. Throws std::bad_alloc. A child of a meta backend
+// is tried with the work of the whole graph, more than its share needs: MemoryError comes a little early.
 inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
     for (size_t i = 0; i < n_children(backend); ++i) {
         can_work(child(backend, i), graph);
@@ -234,13 +273,13 @@ struct scheduled {
 inline by_address<scheduled> scheduled_table;
 
 // Of a graph that a scheduler was allocated for before: such copies are called "backend#tensor#number",
-// which may be cut off at the end.
+// which may be cut off at the end. A tensor of the caller's may be called so as well.
 inline bool is_copy(ggml_backend_sched_t scheduler, const ggml_tensor * t) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(scheduler); ++i) {
         const char * name = ggml_backend_name(ggml_backend_sched_get_backend(scheduler, i));
         const size_t length = std::strlen(name);
         if (std::strncmp(t->name, name, length) == 0 && t->name[length] == '#') {
-            return true;
+            return !is_in_a_context(t);
         }
     }
     return false;

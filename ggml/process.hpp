@@ -53,6 +53,13 @@ inline void after_fork() {
     }
 }
 
+inline void forget_other_threads();
+
+inline void after_fork_in_child() {
+    after_fork();
+    forget_other_threads();
+}
+
 // ---- the end
 
 // Whether there is a Python to call: until the interpreter, after its atexit functions, takes itself
@@ -74,9 +81,9 @@ inline void leave_to_threads(int status, void *) {
 // exit() goes backwards: registered last, when Python is done, it comes before all that is destroyed.
 inline void register_end() { on_exit(leave_to_threads, nullptr); }
 
-inline void prepare_process() {
-    pthread_atfork(before_fork, after_fork, after_fork);
-    Py_AtExit(register_end);
+// Whether all could be registered: Python has room for 32.
+inline bool prepare_process() {
+    return pthread_atfork(before_fork, after_fork, after_fork_in_child) == 0 && Py_AtExit(register_end) == 0;
 }
 
 } // namespace ggml_cffi

@@ -6,6 +6,7 @@ counts are printed by `test_the_table_is_complete`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -20,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _callback_places import PLACES, TRIALS, Custom, Log, Place, ProcessEnd, Split, SplitMirror
+from _callback_places import (
+    PLACES,
+    TRIALS,
+    CpuAbort,
+    Custom,
+    Log,
+    Place,
+    ProcessEnd,
+    SchedEval,
+    Split,
+    SplitMirror,
+)
 from _compute import Arena, check_product
 
 from ggml_cffi import AbortError, Backend, SplitError, _callbacks, capi, device, ffi
@@ -356,6 +368,46 @@ def test_an_abort_that_is_not_caught_comes_out(made: Any, place: type[Place]) ->
     rig.detach()
 
 
+class Entries(dict[int, Any]):
+    """The table of functions; notes what is looked up, which each entry of Python begins with."""
+
+    def __init__(self, table: dict[int, Any], entered: list[int]) -> None:
+        super().__init__(table)
+        self.entered = entered
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self.entered.append(key)
+        return super().get(key, default)
+
+
+@contextlib.contextmanager
+def entries() -> Iterator[list[int]]:
+    """The userdata of each entry of Python by ggml, but for the log's."""
+    entered: list[int] = []
+    table = _callbacks._table
+    _callbacks._table = Entries(table, entered)
+    try:
+        yield entered
+    finally:
+        table.clear()
+        table.update(_callbacks._table)
+        _callbacks._table = table
+
+
+@pytest.mark.parametrize("place", [CpuAbort, SchedEval], ids=lambda place: place.__name__)
+def test_python_is_not_entered_after_none(made: Any, place: type[Place]) -> None:
+    rig = made(place)
+    rig.attach(rig.recorded)
+    with entries() as entered:
+        rig.check(rig.run())
+    assert len(entered) == len(rig.seen) > 0
+    rig.attach(None)
+    with entries() as entered:
+        rig.check(rig.run())
+    assert entered == []
+    rig.detach()
+
+
 @of("replaced inside")
 def test_replaced_from_within(made: Any, place: type[Place]) -> None:
     rig = made(place)
@@ -387,7 +439,10 @@ def test_replaced_from_within(made: Any, place: type[Place]) -> None:
 
 
 def replaced(rig: Place, successor: Any, how: Callable[[Any], object] | None = None) -> None:
-    """While it runs, a function is replaced: it is not called again, and let go."""
+    """While it runs, a function is replaced: it is not called again, and let go.
+
+    Without a successor Python is not even entered once that run has ended.
+    """
     calls: list[int] = []
 
     def attach() -> weakref.ref[Any]:
@@ -407,10 +462,16 @@ def replaced(rig: Place, successor: Any, how: Callable[[Any], object] | None = N
     gc.collect()
     assert watch() is None
     rig.seen.clear()
-    result = rig.run()
+    with entries() as entered:
+        result = rig.run()
     assert bool(rig.seen) == (successor is not None)
-    if rig.seen or not isinstance(rig, Log):
+    if successor is not None:
         rig.check(result)
+    elif isinstance(rig, Log):
+        assert "failed to open" in str(result)
+    else:
+        rig.check(result)
+        assert entered == []
     assert len(calls) == 1
 
 

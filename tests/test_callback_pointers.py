@@ -97,7 +97,7 @@ def set_abort_callback(backend: Any) -> None:
         return False
 
     registration = _callbacks.Registration(function)
-    trampoline = ffi.addressof(lib, KINDS["ggml_abort_callback"].trampolines[0])
+    trampoline = getattr(lib, KINDS["ggml_abort_callback"].trampolines[0])
     invoke(kind, setter, backend, trampoline, registration.userdata)
     with pytest.raises(KeyError, match="asked"):
         check_product(backend)

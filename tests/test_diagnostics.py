@@ -207,8 +207,8 @@ def test_nothing_is_remembered_of_what_is_gone(arena: Arena) -> None:
         with Arena(backend.handle) as on_meta:
             on_meta.weight(4, name="partial")
             sched = capi.ggml_backend_sched_new([arena.backend], None, 64, False, False)
-            ctx = arena.context()
-            graph = arena.graph(ctx, capi.ggml_sqr(ctx, arena.tensor(4)), allocate=False)
+            ctx = on_meta.context()
+            graph = on_meta.graph(ctx, capi.ggml_sqr(ctx, on_meta.tensor(4)), allocate=False)
             capi.ggml_backend_sched_alloc_graph(sched, graph)
             # two children's threads, a partial weight, what the scheduler is allocated for
             assert lib.ggml_cffi_remembered() >= before + 4

@@ -1,6 +1,7 @@
 """What a meta device computes, against NumPy: every way of cutting, on two and three CPU devices.
 
-Each graph gets a backend of its own, as META wants it, and its compute buffer is cleared.
+Each graph gets a backend of its own (`test_graphs_of_different_sizes` says why), and its compute
+buffer is cleared.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 def differs(actual, expected):
-    """A graph without its mend is wrong. If this fails, ggml has been mended: say so in META."""
+    """A graph without its mend is wrong. If this fails, docs/limits.md has a line too many."""
     assert actual.shape == expected.shape
     assert np.abs(actual - expected).max() > 1e-2 * np.abs(expected).max()
 

@@ -418,6 +418,49 @@ def test_what_comes_out_of_lib_unread_does_not_come_out_elsewhere(arena: Arena, 
     assert _callbacks._errors == {}
 
 
+@pytest.mark.parametrize("way", ["unread", "put aside", "on the way"])
+def test_what_a_thread_leaves_unread_goes_with_it(arena: Arena, cpu: Any, way: str) -> None:
+    """The exception, its traceback and its frames."""
+    capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+    raised: list[weakref.ref[BaseException]] = []
+
+    class Unread(Exception):
+        pass
+
+    def function(dst: Any, src: Any, ith: int, nth: int) -> None:
+        error = Unread()
+        raised.append(weakref.ref(error))
+        raise error
+
+    def compute() -> None:
+        lib.ggml_backend_graph_compute(cpu, graph)
+        if way == "put aside":
+            lib.ggml_cffi_keep_error()
+
+    def on_the_way(dst: Any, src: Any, ith: int, nth: int) -> None:
+        capi.ggml_backend_graph_compute(other, inner)
+
+    other = capi.ggml_backend_cpu_init()
+    arena.callback(capi.ggml_backend_free, other)
+    capi.ggml_backend_cpu_set_n_threads(other, 1)
+    inner, _, _ = custom(arena, function)
+    graph, _, _ = custom(arena, on_the_way if way == "on the way" else function)
+    for _ in range(5):
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    deadline = time.monotonic() + 30
+    while True:  # join() returns a moment before the thread has ended
+        with pytest.raises(Unread):
+            capi.ggml_backend_graph_compute(cpu, graph)
+        if not _callbacks._errors or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    assert _callbacks._errors == {}
+    gc.collect()
+    assert [watch() for watch in raised if watch() is not None] == []
+
+
 # ---- functions that are gone
 
 
@@ -480,6 +523,102 @@ def test_two_threads_that_set_a_callback_leave_the_one_that_ggml_has(
         asked.clear()
         capi.ggml_backend_graph_compute(cpu, graph)
         assert asked
+
+
+def test_schedulers_that_many_threads_make_and_free(
+    arena: Arena, cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a replaced callback; nobody looks at the table of those without its lock."""
+    unlocked: list[str] = []
+
+    class Table(dict[Any, Any]):
+        def __getattribute__(self, name: str) -> Any:
+            if not _callbacks._lock._is_owned():  # type: ignore[attr-defined]
+                unlocked.append(name)
+            return super().__getattribute__(name)
+
+    def work() -> None:
+        try:
+            for _ in range(25):
+                sched = capi.ggml_backend_sched_new([cpu], None, 64, False, False)
+                capi.ggml_backend_sched_set_eval_callback(sched, lambda node, ask: True)
+                capi.ggml_backend_sched_free(sched)
+        except BaseException as error:
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    table = Table()
+    monkeypatch.setattr(_callbacks, "_replaced", table)
+    kept = scheduler(arena)
+    capi.ggml_backend_sched_set_eval_callback(kept, lambda node, ask: True)
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert unlocked == []
+    assert len(table) == 1
+    capi.ggml_backend_sched_set_eval_callback(kept, None)
+
+
+def test_an_eval_callback_is_taken_away_though_another_computation_goes_on(
+    arena: Arena, cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may never be idle: only that of its own scheduler has to end."""
+    entered: list[int] = []
+
+    class Table(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            entered.append(key)
+            return super().get(key, default)
+
+    def callback(node: Any, ask: bool) -> bool:
+        capi.ggml_backend_sched_set_eval_callback(sched, None)
+        return True
+
+    def outer(dst: Any, src: Any, ith: int, nth: int) -> None:
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+        del entered[:]
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+        n_entered.append(len(entered))
+
+    n_entered: list[int] = []
+    sched = capi.ggml_backend_sched_new([cpu], None, 64, False, False)
+    capi.ggml_backend_sched_set_eval_callback(sched, callback)
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_scale(ctx, arena.weight(4), 2.0), allocate=False)
+    other = capi.ggml_backend_cpu_init()
+    arena.callback(capi.ggml_backend_free, other)
+    arena.callback(capi.ggml_backend_sched_free, sched)
+    capi.ggml_backend_cpu_set_n_threads(other, 1)
+    computation, _, _ = custom(arena, outer)
+    with monkeypatch.context() as patch:
+        patch.setattr(_callbacks, "_table", Table(_callbacks._table))
+        capi.ggml_backend_graph_compute(other, computation)
+    assert n_entered == [0]
+
+
+def test_an_eval_callback_that_comes_after_none_in_the_same_run_stays(arena: Arena) -> None:
+    """What waits to take the old one's place must not take the new one's."""
+    sched = scheduler(arena)
+    seen: list[bool] = []
+
+    def last(node: Any, ask: bool) -> bool:
+        seen.append(ask)
+        return True
+
+    def first(node: Any, ask: bool) -> bool:
+        capi.ggml_backend_sched_set_eval_callback(sched, None)
+        capi.ggml_backend_sched_set_eval_callback(sched, last)
+        return False
+
+    capi.ggml_backend_sched_set_eval_callback(sched, first)
+    ctx = arena.context()
+    graph = arena.graph(ctx, capi.ggml_scale(ctx, arena.weight(4), 2.0), allocate=False)
+    for _ in range(2):
+        capi.ggml_backend_sched_graph_compute(sched, graph)
+    assert seen[-2:] == [True, False]
 
 
 # ---- a backend at work

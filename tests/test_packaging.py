@@ -149,6 +149,13 @@ def test_the_pin_is_said_once() -> None:
     assert find_prefix({}).version == pin["ggml"]
 
 
+CPP = sorted(path.name for path in (ROOT / "ggml").glob("*.hpp"))
+
+
+def test_what_the_generator_compiles_is_there() -> None:
+    assert {*codegen.CPP, "modules.hpp"} == set(CPP)
+
+
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -160,12 +167,7 @@ def test_sdist(sdist: Path) -> None:
         "codegen/libc/stdint.h",
         "codegen/prefix.py",
         "ggml/annotations/rules.toml",
-        "ggml/guard.hpp",
-        "ggml/callbacks.hpp",
-        "ggml/process.hpp",
-        "ggml/checks.hpp",
-        "ggml/memory.hpp",
-        "ggml/raising.hpp",
+        *(f"ggml/{name}" for name in CPP),
         "ggml/pin.toml",
         "pyproject.toml",
         "setup.py",

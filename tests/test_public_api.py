@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ast
 import enum
+import importlib
 import inspect
 import json
 import os
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import ggml_cffi
-from ggml_cffi import _gen, _overrides, capi, diagnostics, errors
+from ggml_cffi import _gen, _overrides, capi
 from ggml_cffi._gen import build_info
 
 FILE = Path(__file__).resolve().parent.parent / "ggml" / "public_api.json"
@@ -25,6 +27,8 @@ def signature(value: Any) -> str:
     """What a name is: a signature, the members of an enum, or a type."""
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return f"enum {', '.join(value.__members__)}"
+    if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+        return f"tuple {', '.join(value._fields)}"  # its signature is each Python's own
     if callable(value):
         try:
             return str(inspect.signature(value))
@@ -41,19 +45,24 @@ def members(cls: type) -> dict[str, str]:
         if name.startswith("_") or not any(name in vars(base) for base in ours):
             continue
         plain = inspect.getattr_static(cls, name)
-        is_property = isinstance(plain, property)
+        is_property = isinstance(plain, property) or name in getattr(cls, "_fields", ())
         found[f".{name}"] = "property" if is_property else signature(value)
     return found
 
 
-def of_the_package() -> dict[str, str]:
+def of_a_module(module: Any) -> dict[str, str]:
+    """What it names in __all__, or else what is public and its own, or generated for it."""
+    own = tuple(prefix + module.__name__.rpartition(".")[2] for prefix in ("ggml_cffi.", "_gen."))
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).endswith(own)
+    ]
     found = {}
-    for name in ggml_cffi.__all__:
-        value = getattr(ggml_cffi, name)
+    for name in names:
+        value = getattr(module, name)
         if isinstance(value, type) and not issubclass(value, enum.Enum):
             found |= {name + member: text for member, text in members(value).items()}
-        elif value in (diagnostics, errors):
-            found |= {f"{name}.{one}": signature(getattr(value, one)) for one in value.__all__}
         else:
             found[name] = signature(value)
     return found
@@ -76,17 +85,25 @@ def of_capi() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def public_modules() -> list[Any]:
+    """The package's, with itself, but capi."""
+    found = [m.name for m in pkgutil.iter_modules(ggml_cffi.__path__) if not m.name.startswith("_")]
+    found.remove("capi")
+    return [ggml_cffi, *(importlib.import_module(f"ggml_cffi.{name}") for name in found)]
+
+
 def snapshot() -> dict[str, dict[str, str]]:
-    return {"ggml_cffi": of_the_package(), "ggml_cffi.capi": of_capi()}
+    modules = {module.__name__: of_a_module(module) for module in public_modules()}
+    return {**modules, "ggml_cffi.capi": of_capi()}
 
 
 def changes(kept: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
     """What is gone or changed; what is new is no matter."""
     return [
-        f"{module}.{name}: {text} -> {now[module].get(name, 'gone')}"
+        f"{module}.{name}: {text} -> {now.get(module, {}).get(name, 'gone')}"
         for module, names in kept.items()
         for name, text in names.items()
-        if now[module].get(name) != text
+        if now.get(module, {}).get(name) != text
     ]
 
 
@@ -97,7 +114,7 @@ def test_nothing_is_gone_or_changed() -> None:
         FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     kept = json.loads(FILE.read_text(encoding="utf-8"))
     if kept["ggml"] != build_info.GGML_VERSION:  # another release has other functions
-        del kept["names"]["ggml_cffi.capi"]
+        del kept["names"]["ggml_cffi.capi"], kept["names"]["ggml_cffi.enums"]
     assert changes(kept["names"], now) == []
 
 
@@ -109,9 +126,14 @@ def test_all_is_there() -> None:
         now["ggml_cffi"]
     )
     assert set(_overrides.__all__) <= set(now["ggml_cffi.capi"])
+    assert {"quantize", "dequantize"} <= set(now["ggml_cffi.quants"])
+    assert "numpy_dtype" in now["ggml_cffi.dtypes"]
+    assert now["ggml_cffi.logs"] and now["ggml_cffi.diagnostics"] and now["ggml_cffi.errors"]
+    assert "GGML_TYPE_Q4_0" in now["ggml_cffi.enums"]["ggml_type"]
 
 
 def test_a_change_is_seen() -> None:
     now = {"module": {"kept": "(a)", "changed": "(a, b)", "new": "()"}}
     kept = {"module": {"kept": "(a)", "changed": "(a)", "gone": "()"}}
     assert changes(kept, now) == ["module.changed: (a) -> (a, b)", "module.gone: () -> gone"]
+    assert changes({"gone": {"name": "()"}}, now) == ["gone.name: () -> gone"]

@@ -1023,12 +1023,60 @@ def test_indices_that_a_scheduler_copies(threads: int, viewed: bool) -> None:
     capi.ggml_backend_free(backend)
 
 
-def test_indices_named_as_a_scheduler_names_its_copies(bench: Bench) -> None:
-    for name in ("ids#1", "CPU#ids#0"):
-        ids = bench(2, type=I32, data=[0, 4])
+COPY_NAMES = pytest.mark.parametrize("name", ["ids#1", "CPU#ids#0"])
+
+
+@COPY_NAMES
+def test_indices_named_as_a_scheduler_names_its_copies(bench: Bench, name: str) -> None:
+    ids = bench(2, type=I32, data=[0, 4])
+    capi.ggml_set_name(ids, name)
+    with pytest.raises(IndexError, match=f"index 4 in '{name}'"):
+        bench.run(capi.ggml_get_rows(bench.ctx, bench(8, 4), ids))
+
+
+@COPY_NAMES
+@pytest.mark.parametrize("before", ["nothing", "an allocation", "another graph"])
+@pytest.mark.parametrize("n_backends", [1, 2])
+def test_a_scheduler_looks_at_indices_named_like_its_copies(
+    bench: Bench, cpu: Any, name: str, before: str, n_backends: int
+) -> None:
+    bad, good = bench(2, type=I32, data=[0, 4]), bench(2, type=I32, data=[3, 0])
+    for ids in (bad, good):
         capi.ggml_set_name(ids, name)
+    table = bench(8, 4)
+    wrong, right = [bench.graph(capi.ggml_get_rows(bench.ctx, table, ids)) for ids in (bad, good)]
+    sched = scheduler(bench.arena, *[cpu, bench.arena.backend][-n_backends:])
+    if before == "an allocation":
+        capi.ggml_backend_sched_alloc_graph(sched, wrong)
+    elif before == "another graph":
+        capi.ggml_backend_sched_graph_compute(sched, right)
+        capi.ggml_backend_sched_reset(sched)
+    for _ in range(2):
         with pytest.raises(IndexError, match=f"index 4 in '{name}'"):
-            bench.run(capi.ggml_get_rows(bench.ctx, bench(8, 4), ids))
+            capi.ggml_backend_sched_graph_compute(sched, wrong)
+    capi.ggml_backend_sched_reset(sched)
+    capi.ggml_backend_sched_graph_compute(sched, right)
+
+
+def test_a_scheduler_looks_at_indices_of_a_file_named_like_its_copies(
+    tmp_path: Any, cpu: Any
+) -> None:
+    """The context that a file makes is the caller's as well."""
+    path = tmp_path / "ids.gguf"
+    with Arena(cpu) as arena:
+        gguf = arena.gguf()
+        capi.gguf_add_tensor(gguf, arena.tensor(2, type=I32, name="CPU#ids#0"))
+        capi.gguf_write_to_file(gguf, path, True)
+        made = ffi.new("struct ggml_context **")
+        arena.callback(capi.gguf_free, capi.gguf_init_from_file(path, no_alloc=True, ctx=made))
+        arena.callback(capi.ggml_free, made[0])
+        arena.allocate(made[0])
+        ids = capi.ggml_get_tensor(made[0], "CPU#ids#0")
+        capi.ggml_backend_tensor_set(ids, np.array([0, 4], np.int32), 0)
+        ctx = arena.context()
+        graph = arena.graph(ctx, capi.ggml_get_rows(ctx, arena.weight(8, 4), ids))
+        with pytest.raises(IndexError, match="index 4 in 'CPU#ids#0'"):
+            capi.ggml_backend_sched_graph_compute(scheduler(arena, cpu), graph)
 
 
 def test_indices_on_a_meta_device(meta: Any) -> None:
@@ -1251,7 +1299,10 @@ def test_indices_of_an_epoch(training: Training) -> None:
     assert not training.learnt()[2].any()
 
 
-def test_indices_of_an_evaluation(training: Training) -> None:
+@pytest.mark.parametrize("name", ["inputs", "CPU#inputs#0"])
+def test_indices_of_an_evaluation(training: Training, name: str) -> None:
+    """Also where they are called as a scheduler calls its copies."""
+    capi.ggml_set_name(training.inputs, name)
     optimizer = training.optimizer(training.rows(training.ctx, training.first(training.ctx)))
     labels = capi.ggml_opt_labels(optimizer)
     capi.ggml_opt_alloc(optimizer, True)

@@ -26,10 +26,10 @@ int64_t ggml_cffi_leaked_handles(int kind);
 uint64_t ggml_cffi_caught_aborts(void);
 int64_t ggml_cffi_remembered(void);
 int ggml_cffi_n_buffers(struct ggml_gallocr *galloc);
-void ggml_cffi_note_threads(struct ggml_backend *backend, int n);
 void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
 void ggml_cffi_set_user_abort(bool wanted);
-void ggml_cffi_install(void);
+bool ggml_cffi_in_use(const void *object);
+bool ggml_cffi_install(void);
 void *ggml_cffi_set_slot(int slot, void *userdata);
 extern "Python" void ggml_cffi_py_log(int level, const char *text);
 extern "Python" void ggml_cffi_py_abort(const char *message);
@@ -121,7 +121,11 @@ def python_side(kind: CallbackKind) -> ir.FunctionType:
 
 
 def trampolines(kind: CallbackKind) -> tuple[str, ...]:
-    """The C names that ggml is given: one per kind, one per slot where C passes no userdata."""
+    """The C names of what ggml is given: one per kind, one per slot where C passes no userdata.
+
+    They are constants that hold the functions' addresses. `ffi.addressof` of a function would be
+    that of a wrapper of cffi's, which C cannot compare with anything.
+    """
     if kind.userdata is None:
         return tuple(f"ggml_cffi_cb_{slot.replace('.', '__')}" for slot in kind.slots)
     return (f"ggml_cffi_cb_{kind.name}",)
@@ -130,5 +134,6 @@ def trampolines(kind: CallbackKind) -> tuple[str, ...]:
 def _callback(kind: CallbackKind) -> list[str]:
     python = ir.declare(python_side(kind), f"ggml_cffi_py_{kind.name}")
     lines = [f'extern "Python" {python};']
-    lines += [f"{ir.declare(kind.type, name)};" for name in trampolines(kind)]
+    pointer = ir.Pointer(kind.type, const=True)
+    lines += [f"static {ir.declare(pointer, name)};" for name in trampolines(kind)]
     return lines

@@ -193,9 +193,10 @@ def _invoker(binding: Binding, typedef: ir.Typedef) -> str:
     kind = invoker(binding, typedef)
     arguments = ", ".join(p.name for p in kind.params[1:])
     void = scalar_kind(binding.api, kind.returns) == "void"
+    after = binding.after_pointers.get(typedef.name, "")
     return (
         f"static {ir.declare(kind, f'ggml_cffi_raw_{typedef.name}')} "
-        f"{{ {'' if void else 'return '}function({arguments}); }}"
+        f"{{ {'' if void else 'return '}function({arguments});{f' {after};' if after else ''} }}"
     )
 
 
@@ -233,8 +234,11 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
     void = scalar_kind(binding.api, kind.type.returns) == "void"
     python = f"ggml_cffi_py_{kind.name}"
     key = arguments[-1] if kind.userdata is None else arguments[kind.userdata]
-    entered = f"{key}, true" if kind.in_kernel else key
-    lines = [f"static {ir.declare(kind.type, name)} {{"]
+    entered = key
+    if kind.in_kernel or kind.between_steps:
+        place = "in_kernel" if kind.in_kernel else "between_steps"
+        entered += f", ggml_cffi::entered::{place}"
+    lines = [f"static {ir.declare(kind.type, f'{name}_function')} {{"]
     if kind.by_out:
         call = f"{python}({', '.join([*arguments, '&result'])})"
         lines += [
@@ -258,4 +262,6 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
             lines.append(f"    {returns} result = {call};")
             lines.append(f"    return entry.failed() ? ({returns}) {kind.on_error} : result;")
     lines.append("}")
+    pointer = ir.declare(ir.Pointer(kind.type, const=True), name)
+    lines.append(f"static {pointer} = {name}_function;")
     return "\n".join(lines)

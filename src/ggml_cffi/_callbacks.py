@@ -59,6 +59,7 @@ class Registration:
     def __init__(self, function: Any) -> None:
         global _newest
         self.function = function
+        self.place: tuple[str, int] | None = None  # in `_replaced`
         with _lock:
             self.number = _newest = next(_numbers)
             _table[self.number] = self
@@ -116,7 +117,7 @@ class Attached:
                 if not function and KINDS[kind].gone is not None:
                     # ggml may be about to call it without a look, and then finds nobody there; NULL
                     # comes when it may, in the `after` of the function
-                    return ffi.addressof(lib, KINDS[kind].trampolines[0]), ffi.NULL
+                    return getattr(lib, KINDS[kind].trampolines[0]), ffi.NULL
             return function or ffi.NULL, ffi.NULL
         if not callable(function):
             raise TypeError(
@@ -133,7 +134,7 @@ class Attached:
             before = lib.ggml_cffi_set_slot(number, registration.userdata)
             if lifetime == "call":
                 self._slots.append((number, before))
-        return ffi.addressof(lib, trampoline), registration.userdata
+        return getattr(lib, trampoline), registration.userdata
 
     def result(self, value: Any) -> None:
         """The object that owns the callbacks whose lifetime is that of the result."""
@@ -187,6 +188,7 @@ def _replace(where: str, owner: Any, registration: Registration | None) -> None:
         before = _replaced.pop(key, None)
         if registration is not None:
             _replaced[key] = registration
+            registration.place = key
         if before is not None and owner is not None:
             kept = owners.get(_address(owner), [])
             kept[:] = [other for other in kept if other is not before]
@@ -210,17 +212,22 @@ def release(owner: Any, last: int) -> None:
     """`owner` is gone, and its callbacks with it.
 
     Those with higher numbers than `last` belong to another object, which got its address meanwhile.
+    Where freeing it was refused, because a computation uses it, they stay.
     """
     address = _address(owner)
+    if lib.ggml_cffi_in_use(ffi.cast("void *", address)):
+        return
     with _lock:
         had = owners.pop(address, [])
         gone = [registration for registration in had if registration.number <= last]
         if len(gone) < len(had):
             owners[address] = [registration for registration in had if registration not in gone]
+        for registration in gone:
+            place = registration.place
+            if place is not None and _replaced.get(place) is registration:
+                del _replaced[place]
     for registration in gone:
         registration.drop()
-        for key in [k for k, r in _replaced.items() if r is registration]:
-            _replaced.pop(key, None)
 
 
 # ---- exceptions on their way out
@@ -451,7 +458,7 @@ _meta: dict[int, SplitFunction] = {}
 
 def new_split_callback(function: SplitFunction) -> tuple[Any, Registration]:
     """The C function through which ggml asks `function`, given the registration's userdata."""
-    return ffi.addressof(lib, KINDS[_SPLIT].trampolines[0]), Registration(function)
+    return getattr(lib, KINDS[_SPLIT].trampolines[0]), Registration(function)
 
 
 def remember_meta_device(device: Any, function: SplitFunction) -> None:
@@ -503,6 +510,7 @@ def _device_of(value: Any) -> Any:
     return None
 
 
-lib.ggml_cffi_install()
+if not lib.ggml_cffi_install():
+    raise ImportError("ggml_cffi: no functions to call at a fork or at the end can be registered")
 load_backends()  # what ggml says of them goes to our log
 atexit.register(flush)  # a line that ggml has only begun

@@ -54,6 +54,13 @@ def address(handle: object) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
+def _in_use(handle: object) -> bool:
+    """Whether a computation uses it, so that freeing it is refused."""
+    from ._loader import ffi, lib
+
+    return isinstance(handle, ffi.CData) and bool(lib.ggml_cffi_in_use(handle))
+
+
 class Closing:
     """What can be closed is a context manager, which closes it in the end."""
 
@@ -124,8 +131,12 @@ class _Resource:
             for parent in self.parents:
                 parent.users += 1
 
-    def drop(self) -> None:
-        """One user less; the last one frees it. Raises what freeing it raised."""
+    def drop(self, refusable: bool = False) -> None:
+        """One user less; the last one frees it. Raises what freeing it raised.
+
+        Where that was refused, because a computation uses it, nothing has been done: with
+        `refusable`, the user stays one.
+        """
         with _lock:
             self.users -= 1
             if self.users:
@@ -134,7 +145,11 @@ class _Resource:
         if self.free is not None and self.pid == os.getpid():
             try:
                 self.free(self.handle)
-            except BaseException:
+            except BaseException as error:
+                if refusable and isinstance(error, ValueError) and _in_use(self.handle):
+                    with _lock:
+                        self.users += 1
+                    raise
                 # It is lost: nobody can use or free it any more. But what is left of it may go on
                 # by itself, on threads or streams of its own, and refers to what it needs: that
                 # stays for the life of the process, the memory of Python's as well.
@@ -210,12 +225,16 @@ class Owned(Closing, Generic[_Handle]):
         self, handle: _Handle, free: Callable[[_Handle], object], keep: tuple[object, ...] = ()
     ) -> None:
         self._resource = _Resource(handle, free, keep)
-        self._finalizer = weakref.finalize(self, _collected, self._resource)
-        self._finalizer.atexit = False
+        self._begin()
         self._children: weakref.WeakSet[Owned[Any]] = weakref.WeakSet()
         for parent in keep:
             if isinstance(parent, Owned):
                 parent._children.add(self)
+
+    def _begin(self) -> None:
+        """From now on the garbage collector frees it."""
+        self._finalizer = weakref.finalize(self, _collected, self._resource)
+        self._finalizer.atexit = False
 
     @property
     def handle(self) -> _Handle:
@@ -237,7 +256,8 @@ class Owned(Closing, Generic[_Handle]):
     def close(self) -> None:
         """Free it, and before that all that depends on it. Closing twice is fine.
 
-        Raises the first exception of those that freeing them raised; all are closed then.
+        Raises the first exception of those that freeing them raised; all are closed then, but for
+        what a computation uses: that is a ValueError, and it stays as it is.
         """
         self._close()
 
@@ -246,7 +266,12 @@ class Owned(Closing, Generic[_Handle]):
 
     def _drop(self) -> None:
         if self._finalizer.detach() is not None:  # by one thread only
-            self._resource.drop()
+            try:
+                self._resource.drop(refusable=True)
+            except ValueError:
+                if self._resource.users:
+                    self._begin()
+                raise
 
     def _gone(self) -> str:
         """What became of it, for an error message."""

@@ -3,9 +3,11 @@
 A call that fails raises: an abort of ggml is an `AbortError`, a failed ``ggml_status`` a
 `StatusError`, NULL from a function that may fail a `GGMLError` with the reason, NULL or None for an
 argument that may not be NULL a ValueError. Pointers are opaque cffi cdata and yours to free: using
-one after its free, or freeing it twice, is not caught at this level. A ggml context, and what is
-made in it, is for one thread at a time, and so is computing on a backend or with a scheduler: a
-lock of yours keeps others out meanwhile. Every call releases the GIL.
+one after its free, or freeing it twice, is not caught at this level. Freeing a backend, scheduler,
+plan, thread pool or optimiser inside a computation that uses it, from a callback, is a ValueError.
+A ggml context, and what is made in it, is for one thread at a time, and so is computing on a
+backend or with a scheduler: a lock of yours keeps others out meanwhile. Without one, the behaviour
+is undefined, as in C: wrong numbers, or the end of the process. Every call releases the GIL.
 
 Where C takes an array and its length, Python gives a sequence; what C writes through a pointer is
 returned; a struct by value is made from keywords; a callback is a Python function.

@@ -153,8 +153,6 @@ def set_n_threads(backend: Backend | types.ggml_backend, n_threads: int) -> None
         setter = capi.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")
         if setter:
             invoke("ggml_backend_set_n_threads_t", setter, child, count)
-            # an abort in a kernel can be survived with one thread only: the guard wants to know
-            lib.ggml_cffi_note_threads(child, count)
 
 
 def usable_cores() -> int:

@@ -2,6 +2,7 @@
 
 All calls count, those through `lib` and `capi` as well as those of the objects. A type of handle is
 called as its struct in C: ``ggml_context``, ``ggml_backend``, ``ggml_backend_buffer`` and so on.
+None of these functions raises anything.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class World:
         return things[-1 - self.choose(min(len(things), 32))]
 
     def _data(self) -> bytes:
-        data = bytearray(self.file if self.choose(2) else os.urandom(0))
+        data = bytearray(self.file if self.choose(2) else b"")
         for _ in range(self.choose(4)):
             if data:
                 data[self.choose(256) * len(data) // 256] = self.choose(256)

@@ -1,12 +1,14 @@
-"""How a graph is cut over the devices of a meta device: a model of what META says of ggml.
+"""How a graph is cut over the devices of a meta device: a model of what ggml does.
 
 It tells the generator which operations can be had of which operands, and names the graphs that
-ggml computes wrongly or dies of. TO BE REMOVED WITH THE PLANNER, which refuses or mends them: then
-`known_fault` goes, and these graphs are exceptions or right values like all others.
+ggml computes wrongly or dies of. docs/limits.md lists them by these names; should one of them be
+refused or mended, it goes from `Limit` and from there, and is an exception or a right value like
+all others.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple
 
 from programs import writes
@@ -30,8 +32,29 @@ class Refused(Exception):
     """ggml would abort over it."""
 
 
+class Limit(enum.Enum):
+    """The graphs of docs/limits.md that a meta device computes wrongly."""
+
+    SUM_PUT_OFF = "a sum over the devices that ggml puts off"
+    EMPTY_SHARE = "an empty share of a row-parallel product"
+    NARROWED = "a view that narrows what is cut"
+    GATE_AND_UP = "gate and up that are cut as one"
+    JOINED = "a reshape that joins the cut axis with others"
+    ACROSS = "a reshape across the cut"
+    SOFT_MAX = "soft_max along the cut"
+    REPEAT = "repeat along the cut"
+    ROPE = "rope along the cut"
+    POSITIONS = "rope along the positions"
+    GROUP_NORM = "group_norm of a group that is cut"
+    CONCAT = "concat of what is mirrored and what is cut"
+    ADD_ID = "add_id of rows to choose from that are cut"
+    HELD_DIFFERENTLY = "rows held in different ways"
+    BLOCKS = "blocks that the cut goes through"
+    WRITTEN = "writing in place into a static tensor"
+
+
 class KnownFault(Exception):
-    """ggml would compute it wrongly or die of it: META, section 2, lists it or is to list it."""
+    """ggml would compute it wrongly or die of it."""
 
 
 def _op(*names: str) -> tuple[int, ...]:
@@ -80,11 +103,11 @@ def _reshaped(node: Any, source: Any, state: State) -> State:
             if product % inner == 0:
                 break
             if product > inner:
-                raise KnownFault("not in META: a reshape across the cut")
+                raise KnownFault(Limit.ACROSS.value)
         else:
             raise Refused("shape mismatch")
         if product != inner:
-            raise KnownFault("3: segments, made by a reshape")
+            raise KnownFault(Limit.JOINED.value)
         before, after = source.ne[state.axis], node.ne[axis]
     shares = [n * after for n in state.shares]
     if any(n % before for n in shares):
@@ -126,7 +149,7 @@ def result(node: Any, sources: list[tuple[Any, State]]) -> State:
         if first.axis == 0:
             raise Refused("rows are cut")
         if any(s != first for s in states):  # which ggml does not look at: a kernel aborts
-            raise KnownFault("not in META: operands by rows that are held in different ways")
+            raise KnownFault(Limit.HELD_DIFFERENTLY.value)
         return first
     if op in _op("RESHAPE", "CONT", "CPY"):
         return _reshaped(node, tensors[0], first)
@@ -168,33 +191,33 @@ def result(node: Any, sources: list[tuple[Any, State]]) -> State:
     return _all_here(states)
 
 
-def known_fault(node: Any, sources: list[tuple[Any, State]], state: State) -> str | None:
-    """The item of META, section 2 or 1, by which ggml would compute a node wrongly or die of it."""
+def known_fault(node: Any, sources: list[tuple[Any, State]], state: State) -> Limit | None:
+    """Why ggml would compute a node wrongly or die of it."""
     op = int(node.op)
     states = [MIRRORED if s.partial else s for _, s in sources]
     cut = [s for s in states if s.axis is not None]
     if writes(node):
-        return "7: writing in place on a meta device over host memory"
+        return Limit.WRITTEN
     if cut and op in _op("VIEW") and tuple(node.ne) != tuple(sources[0][0].ne):
-        return "3: a view that narrows what is cut"
+        return Limit.NARROWED
     if op in _op("GLU") and len(states) == 1 and states[0].axis == 0:
-        return "3: gate and up that are cut as one"
+        return Limit.GATE_AND_UP
     if op in _op("SOFT_MAX", "SOFT_MAX_BACK") and states[0].axis == 0:
-        return "4: soft_max along the cut"
+        return Limit.SOFT_MAX
     if op in _op("REPEAT", "REPEAT_BACK") and cut:
-        return "4: repeat along the cut"
+        return Limit.REPEAT
     if op in _op("ROPE") and states[0].axis == 0:
-        return "4: rope along the cut"
+        return Limit.ROPE
     if op in _op("ROPE") and states[0].axis == 2:
-        return "not in META: rope along the positions, which are not cut"
+        return Limit.POSITIONS
     if op in _op("ADD_ID") and states[1].axis == 1:
-        return "not in META: rows to choose from that are cut"
+        return Limit.ADD_ID
     if op in _op("GROUP_NORM") and cut:
-        return "not in META: a group is more than a row"
+        return Limit.GROUP_NORM
     if op in _op("CONCAT") and len(cut) == 1:
-        return "not in META: what is mirrored is not cut for what it is joined to"
+        return Limit.CONCAT
     if state.axis == 0 and any(n % capi.ggml_blck_size(node.type) for n in state.shares):
-        return "not in META: blocks that the cut goes through"
+        return Limit.BLOCKS
     if state.partial and 0 in states[0].shares:
-        return "section 1: an empty share of a row-parallel product"
+        return Limit.EMPTY_SHARE
     return None

@@ -26,7 +26,7 @@ from programs import (
     tensors_of,
 )
 from single import ARENA, Fault, Program, aborted_in_kernel, fault, graph_of, node_by_node
-from splits import MIRRORED, KnownFault, Refused, State, known_fault, result
+from splits import MIRRORED, KnownFault, Limit, Refused, State, known_fault, result
 
 from ggml_cffi import capi
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -135,16 +135,16 @@ class SpreadBuilder(Builder):
             state = result(part, sources)
             wrong = known_fault(part, sources, state) or self._put_off(part, sources)
             if wrong:
-                raise KnownFault(wrong)
+                raise KnownFault(wrong.value)
             known[part] = state
         return known[drawn.handle]
 
-    def _put_off(self, node: Any, sources: Sequence[tuple[Any, State]]) -> str | None:
+    def _put_off(self, node: Any, sources: Sequence[tuple[Any, State]]) -> Limit | None:
         if (
             node.op in (capi.GGML_OP_MUL, capi.GGML_OP_VIEW, capi.GGML_OP_ADD_ID)
             and sources[0][1].partial
         ):
-            return "2: a sum that ggml puts off"
+            return Limit.SUM_PUT_OFF
         return None
 
     def arguments(self, function: str) -> Sequence[Any]:
@@ -235,7 +235,7 @@ def run(example: dict[str, Any], counts: Counter[str]) -> None:
 
 
 def _readable(builder: SpreadBuilder, program: Program) -> list[int]:
-    """Copies of the nodes that no other uses: META, section 2.1, and tensors with gaps."""
+    """Copies of the nodes that no other uses: a sum or a tensor with gaps cannot be read."""
     read = []
     for i in program.ends():
         drawn = builder.tensors[i]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from _compute import Arena
+from splits import Limit
 
 from ggml_cffi import AbortError, capi, device
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -101,7 +103,7 @@ def test_conv_1d_of_a_batch_is_refused(arena, half):
     np.testing.assert_allclose(found, [wanted, wanted], rtol=0, atol=2e-2)
 
 
-# ---- what a meta device computes wrongly, without a word, and META does not list
+# ---- what a meta device computes wrongly without an error, see docs/limits.md
 
 
 def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
@@ -141,37 +143,49 @@ POSITIONS = np.arange(0, 56, 7, np.int32)
 
 #: The leaves, how they are cut, what is computed; and a cut with which it is right.
 WRONG = {
-    "rope along the positions": (
+    Limit.POSITIONS: (
         [numbers(8, 4, 8), POSITIONS],
         [SplitState.split(2, [4, 4]), MIRRORED],
         lambda ctx, a, positions: capi.ggml_rope(ctx, a, positions, 8, 0),
         [SplitState.split(1, [2, 2]), MIRRORED],
     ),
-    "concat of what is mirrored and what is cut": (
+    Limit.CONCAT: (
         [numbers(1, 4, 3), numbers(8, 4, 3)],
         [MIRRORED, SplitState.split(1, [2, 2])],
         lambda ctx, a, b: capi.ggml_concat(ctx, a, b, 2),
         [SplitState.split(1, [2, 2]), SplitState.split(1, [2, 2])],
     ),
-    "group_norm of a group that is cut": (
+    Limit.GROUP_NORM: (
         [numbers(4, 6, 8)],
         [SplitState.split(1, [3, 3])],
         lambda ctx, a: capi.ggml_group_norm(ctx, a, 2, 1e-5),
         [MIRRORED],
     ),
-    "reshape across the cut": (
+    Limit.ACROSS: (
         [numbers(3, 8, 16)],
         [SplitState.split(0, [8, 8])],
         lambda ctx, a: capi.ggml_neg(ctx, capi.ggml_reshape_3d(ctx, a, 12, 2, 16)),
         [MIRRORED],
     ),
+    Limit.JOINED: (  # the reshape makes segments, which a product forgets: it is read by device
+        [numbers(3, 4, 8), numbers(5, 8)],
+        [SplitState.split(1, [2, 2]), MIRRORED],
+        lambda ctx, a, x: capi.ggml_mul_mat(ctx, capi.ggml_reshape_2d(ctx, a, 8, 12), x),
+        [MIRRORED, MIRRORED],
+    ),
+    Limit.ADD_ID: (  # the second device takes the first of its rows for the first of all
+        [numbers(1, 4, 8), numbers(4, 8), np.array([[0, 1, 1, 0]], np.int32)],
+        [SplitState.split(1, [2, 2]), SplitState.split(1, [2, 2]), MIRRORED],
+        capi.ggml_add_id,
+        [MIRRORED, MIRRORED, MIRRORED],
+    ),
 }
 
 
 @pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", WRONG, ids=lambda what: what.value)
 def test_a_graph_that_a_meta_device_gets_wrong(what):
-    """Until the planner refuses it. If this fails, ggml has been mended: take it from `splits`."""
+    """If this fails, ggml has been mended: it goes from `Limit` and from docs/limits.md."""
     leaves, states, build, mended = WRONG[what]
 
     def spread(cuts: list[SplitState]) -> np.ndarray:
@@ -200,12 +214,23 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
             "not implemented",
         ),
     ],
-    ids=["rows held in different ways", "blocks that the cut goes through"],
+    ids=[Limit.HELD_DIFFERENTLY.value, Limit.BLOCKS.value],
 )
 def test_a_kernel_that_aborts_on_a_meta_device(leaves, cuts, build, told):
-    """Until the planner refuses it: with several threads the process would end."""
+    """With several threads the process would end."""
     with (
         MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta,
         pytest.raises(AbortError, match=told),
     ):
         on(meta, leaves, build)
+
+
+def test_the_limits_of_a_meta_device_are_said():
+    """Each by the name that it has here, with the test that shows it."""
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    said = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
+    assert {limit.value for limit in Limit} <= set(said)
+    for limit in WRONG:
+        assert test_a_graph_that_a_meta_device_gets_wrong.__name__ in said[limit.value]
+    for limit in (Limit.HELD_DIFFERENTLY, Limit.BLOCKS):
+        assert test_a_kernel_that_aborts_on_a_meta_device.__name__ in said[limit.value]

@@ -129,7 +129,7 @@ def test_graphs_on_one_device(runner, example):
 @examples(0.4)
 @given(on_several_devices)
 def test_graphs_on_several_devices(runner, example):
-    """As on one device, or an exception; META's known faults are left out, each by its name."""
+    """As on one device, or an exception; the faults of docs/limits.md are left out."""
     runner("graphs on several devices").run(example)
 
 
@@ -140,15 +140,15 @@ def test_calls(runner, example):
     runner("calls").run(example)
 
 
-def test_the_examples_are_mostly_accepted(runner):
-    """What the fuzz is worth: run after the others."""
+def test_the_examples_are_mostly_accepted(runner, need):
+    """What the fuzz is worth: of the examples of the tests above."""
     counts = runner("graphs on one device").counts
-    if counts["examples"] < 50:
-        pytest.skip("too few examples")
+    need(counts["examples"] >= 50, "number of examples that says anything")
     assert counts["accepted"] > counts["tried"] / 2
     assert len({name for name in counts if name.startswith("computed: ")}) >= 80
     counts = runner("graphs on several devices").counts
-    if counts["examples"]:
+    if hasattr(capi, "ggml_backend_meta_device"):
+        assert counts["examples"] >= 50
         assert counts["outcome: right on several devices"] > counts["examples"] / 4
         assert counts["of them with something cut"] > counts["examples"] / 5
         assert counts["of them with a sum over the devices"] > 0

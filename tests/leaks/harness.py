@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
@@ -72,7 +73,11 @@ def tables() -> dict[str, int]:
 
 @dataclass
 class Left:
-    """What a batch of `n` cycles left. Of memory the least of all batches: a leak is in each."""
+    """What a batch of `n` cycles left.
+
+    Of memory the least of all batches: a leak is in each. Of all else the mean, rounded up: what is
+    left over once is seen, however many batches there are.
+    """
 
     name: str
     n: int = 0
@@ -88,8 +93,13 @@ class Left:
     aborts: int = 0
 
 
-def _grown(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    now = {key: value - before.get(key, 0) for key, value in after.items()}
+def _mean(grown: int, batches: int) -> int:
+    """Away from zero, where it does not divide."""
+    return math.ceil(abs(grown) / batches) * (1 if grown > 0 else -1)
+
+
+def _grown(after: dict[str, int], before: dict[str, int], batches: int) -> dict[str, int]:
+    now = {key: _mean(value - before.get(key, 0), batches) for key, value in after.items()}
     return {key: value for key, value in now.items() if value}
 
 
@@ -100,20 +110,21 @@ def measure(name: str, cycle: Callable[[], object], n: int = N, batches: int = B
     for _ in range(n // 10):
         cycle()  # what is made once: caches, pools, the first size of a table
     gc.collect()
+    handles, lost = diagnostics.live_handles(), diagnostics.leaked_handles()
+    entries, aborts = tables(), diagnostics.caught_aborts()
+    objects = len(gc.get_objects())
     for batch in range(batches):
-        handles, lost = diagnostics.live_handles(), diagnostics.leaked_handles()
-        entries, aborts = tables(), diagnostics.caught_aborts()
-        objects, pages, had = len(gc.get_objects()), resident(), allocated()
+        pages, had = resident(), allocated()
         for _ in range(n):
             cycle()
         grown, more = resident() - pages, allocated() - had
         left.resident = grown if batch == 0 else min(left.resident, grown)
         left.allocated = more if left.allocated is None else min(left.allocated, more)
-        left.objects = len(gc.get_objects()) - objects
-        left.handles = _grown(diagnostics.live_handles(), handles)
-        left.lost = _grown(diagnostics.leaked_handles(), lost)
-        left.tables = _grown(tables(), entries)
-        left.aborts = diagnostics.caught_aborts() - aborts
+        left.objects = _mean(len(gc.get_objects()) - objects, batch + 1)
+        left.handles = _grown(diagnostics.live_handles(), handles, batch + 1)
+        left.lost = _grown(diagnostics.leaked_handles(), lost, batch + 1)
+        left.tables = _grown(tables(), entries, batch + 1)
+        left.aborts = _mean(diagnostics.caught_aborts() - aborts, batch + 1)
         if SANITIZED or (left.resident <= FEW_PAGES and left.allocated <= 0):
             break
     if not EXACT:
