@@ -31,6 +31,7 @@ CPP = (
     "callbacks.hpp",
     "guard.hpp",
     "graphs.hpp",
+    "raising.hpp",
 )
 
 

@@ -119,6 +119,18 @@ class Bound:
         return tuple(arg for arg in self.args if arg.visible)
 
     @property
+    def no_result(self) -> bool:
+        """Whether NULL, or false, is a failure."""
+        return self.returns == "success" or (
+            self.returns in ("pointer", "string") and self.null == "error"
+        )
+
+    @property
+    def fails(self) -> int:
+        """Which results are failures, as ggml/raising.hpp numbers them."""
+        return 2 if self.returns == "status" else int(self.no_result)
+
+    @property
     def outs(self) -> tuple[Arg, ...]:
         """The parameters that C writes one result to."""
         return tuple(arg for arg in self.args if arg.kind == "out")

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <string>
 #include <vector>
 
 namespace ggml_cffi {
@@ -30,12 +31,17 @@ struct python_entry {
     const python_entry * const entry_before = state.entry;
     const bool                 raised_before = state.raised;
     const uint64_t             serial_before = state.serial;
+    const uint64_t             log_before_serial = state.log_serial;
+    std::string                log_before; // of the guarded call that led here
     const entered              when;
     explicit python_entry(const void * key = nullptr, entered at = entered::on_the_way) : userdata(key), when(at) {
         thread_state & s = state;
         s.inside = nullptr;
         s.entry = this;
         s.raised = false;
+        if (log_before_serial == serial_before) {
+            log_before.swap(details().log);
+        }
     }
     python_entry(const python_entry &) = delete;
     bool foreign() const { return outer == nullptr; }
@@ -45,7 +51,11 @@ struct python_entry {
         s.inside = outer;
         s.entry = entry_before;
         s.raised = raised_before || (s.raised && !foreign());
-        s.serial = serial_before; // what is logged from here on is the outer call's again
+        s.serial = serial_before; // what is logged from here on is the outer call's again,
+        if (log_before_serial == serial_before) { // with what was
+            s.log_serial = log_before_serial;
+            details().log.swap(log_before);
+        }
         s.kind = no_error;        // and an error that Python has left unread is not
     }
 };

@@ -186,6 +186,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                     take_back(s, result, a...);
                     return zero();
                 }
+                note_result(s, result);
                 return result;
             }
         } catch (const abort_error & e) {
@@ -252,6 +253,15 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 s.serial = serial;
                 s.kind = callback_raised;
             }
+        }
+    }
+
+    // What raising.hpp may take for a failure: NULL, false, a status.
+    template <class Result> static void note_result(thread_state & s, const Result & result) {
+        if constexpr (std::is_pointer_v<Result>) {
+            s.result = result != nullptr;
+        } else if constexpr (std::is_same_v<Result, bool> || std::is_enum_v<Result>) {
+            s.result = (int) result;
         }
     }
 

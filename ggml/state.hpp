@@ -42,6 +42,7 @@ struct thread_state {
     region *     inside = nullptr;     // the innermost guarded region, null outside and in Python
     int          kind = no_error;
     int          index = -1;           // which argument
+    int          result = 0;           // of the last call: whether not NULL or false; a status
     bool         raised = false;       // a callback of the present call failed
     const python_entry * entry = nullptr; // the innermost Python function that ggml has called
     uint64_t     serial = 0;           // the present, or else the last, guarded call
@@ -87,8 +88,8 @@ inline thread_details & details() {
 
 } // namespace ggml_cffi
 
-// The garbage collector may run between a call and the look at its error: what it frees must not take
-// that away. Errors are given back in the opposite order.
+// The garbage collector may run between a call of lib and the look at its error: what it frees must not
+// take that away. Errors are given back in the opposite order.
 static void ggml_cffi_keep_error(void) {
     using namespace ggml_cffi;
     thread_details & d = details();

@@ -244,6 +244,15 @@ def test_error_another_version(package: Path, fact: str, system: str | None, adv
     assert "pip install" in text or system == "/opt/lib"
 
 
+def test_error_failures_would_be_lost(package: Path) -> None:
+    """As if a cffi of another kind had been there when the extension was built."""
+    call = r"module\.raising\(module\.lib\.ggml_cffi_fail, 0\)\(\)"
+    edit(package / "_loader.py", call, "module.lib.ggml_cffi_fail()")
+    text = import_error(package)
+    assert "does not raise" in text
+    assert "pip install" in text
+
+
 @pytest.mark.parametrize(
     "platform",
     ["sys.platform = 'darwin'", "import platform; platform.libc_ver = lambda: ('musl', '1')"],

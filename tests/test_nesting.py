@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ from _compute import Arena
 from _release import needs
 
 from ggml_cffi import AbortError, Backend, GGUFError, _callbacks, capi, device, ffi, lib
-from ggml_cffi._gen import capi as generated
 
 I32 = capi.GGML_TYPE_I32
 
@@ -364,6 +365,26 @@ def test_a_failing_call_in_the_log_receiver_takes_no_exception_of_the_outer_call
     finally:
         capi.ggml_log_set(None)
     assert failed
+
+
+def test_what_a_call_in_the_log_receiver_logs_is_not_the_outer_calls(tmp_path: Path) -> None:
+    (tmp_path / "outer").write_bytes(b"not a model at all")
+    inner = []
+
+    def receive(level: int, text: str) -> None:
+        if not inner:
+            inner.append(text)
+            with pytest.raises(GGUFError, match="nowhere"):
+                capi.gguf_init_from_file("/nowhere.gguf")
+
+    capi.ggml_log_set(receive)
+    try:
+        with pytest.raises(GGUFError, match="invalid magic characters") as caught:
+            capi.gguf_init_from_file(tmp_path / "outer")
+    finally:
+        capi.ggml_log_set(None)
+    assert inner
+    assert "nowhere" not in str(caught.value)
 
 
 def test_an_error_that_a_callback_leaves_unread_is_not_the_outer_calls(
@@ -723,36 +744,64 @@ def test_a_function_that_leads_to_itself_is_a_recursion_error(arena: Arena, cpu:
 # ---- the garbage collector
 
 
-def test_what_the_collector_frees_after_a_call_does_not_take_its_error_away(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may run between a call and the look at its error, from Python 3.12 on at any time."""
-    look = generated._error
-    backends = [Backend(device("CPU"), 1) for _ in range(3)]
-    freed: list[Any] = []
-    for backend in backends:
-        weakref.finalize(backend, freed.append, 1)
-    del backend
+class Unreachable:
+    """Backends in circles: `collect` frees one of them."""
 
-    def collect_and_look() -> int:
-        if backends:
-            garbage: list[Any] = [backends.pop()]
+    def __init__(self) -> None:
+        self.backends = [Backend(device("CPU"), 1) for _ in range(3)]
+        self.freed: list[Any] = []
+        for backend in self.backends:
+            weakref.finalize(backend, self.freed.append, 1)
+
+    def collect(self) -> None:
+        if self.backends:
+            garbage: list[Any] = [self.backends.pop()]
             garbage.append(garbage)
             del garbage
             gc.collect()
-        return int(look())
 
+
+def test_what_the_collector_frees_after_a_call_does_not_take_its_error_away(arena: Arena) -> None:
+    """It may run right after a call, from Python 3.12 on at any time."""
+    unreachable = Unreachable()
     graph, _, _ = custom(arena, lambda dst, src, ith, nth: 1 // 0)
     tensor = arena.tensor(4)
     capi.ggml_backend_cpu_set_n_threads(arena.backend, 1)
-    monkeypatch.setattr(generated, "_error", collect_and_look)
-    with pytest.raises(ValueError, match="data_in_host_memory"):
-        capi.ggml_set_f32(tensor, 1.0)
-    with pytest.raises(AbortError, match="GGML_ASSERT"):
-        capi.ggml_backend_tensor_memset(tensor, 0, 0, 16)
-    with pytest.raises(ZeroDivisionError):
-        capi.ggml_backend_graph_compute(arena.backend, graph)
-    assert freed == [1, 1, 1]
+
+    def profile(frame: object, event: str, function: Any) -> None:
+        if event == "c_exception" and function.__name__.startswith("ggml_"):
+            unreachable.collect()
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(ValueError, match="data_in_host_memory"):
+            capi.ggml_set_f32(tensor, 1.0)
+        with pytest.raises(AbortError, match="GGML_ASSERT"):
+            capi.ggml_backend_tensor_memset(tensor, 0, 0, 16)
+        with pytest.raises(ZeroDivisionError):
+            capi.ggml_backend_graph_compute(arena.backend, graph)
+    finally:
+        sys.setprofile(None)
+    assert unreachable.freed == [1, 1, 1]
+
+
+def test_what_the_collector_frees_does_not_take_an_error_of_lib_away(arena: Arena) -> None:
+    unreachable = Unreachable()
+    graph, _, _ = custom(arena, lambda dst, src, ith, nth: 1 // 0)
+    tensor = arena.tensor(4)
+    capi.ggml_backend_cpu_set_n_threads(arena.backend, 1)
+    for call, text in (
+        (lambda: lib.ggml_set_f32(tensor, 1.0), b"data_in_host_memory"),
+        (lambda: lib.ggml_backend_tensor_memset(tensor, 0, 0, 16), b"GGML_ASSERT"),
+        (lambda: lib.ggml_backend_graph_compute(arena.backend, graph), b""),
+    ):
+        call()
+        unreachable.collect()
+        assert lib.ggml_cffi_error() != 0
+        assert text in ffi.string(lib.ggml_cffi_error_text())
+    assert [type(error) for error in _callbacks.take_raised()] == [ZeroDivisionError]
+    assert unreachable.freed == [1, 1, 1]
+    lib.ggml_cffi_clear()
 
 
 def test_the_collector_may_free_an_owner_while_callbacks_are_entered(arena: Arena) -> None:

@@ -25,6 +25,7 @@ from .._callbacks import Replacing as _Replacing
 from .._callbacks import newest as _newest
 from .._callbacks import owners as _owners
 from .._callbacks import release as _release
+from .._loader import Failed as _Failed
 from .._loader import ffi as _ffi
 from .._loader import lib as _lib
 from .._runtime import absent as _absent
@@ -34,6 +35,7 @@ from .._runtime import buffer as _buffer
 from .._runtime import failed as _failed
 from .._runtime import handle as _handle
 from .._runtime import out as _out
+from .._runtime import raising as _raising
 from .._runtime import reference as _reference
 from .._runtime import single as _single
 from .._runtime import string as _string
@@ -47,7 +49,6 @@ _type = type
 _CData = type(_ffi.NULL)
 _NULL = _ffi.NULL
 _string_at = _ffi.string
-_error = _lib.ggml_cffi_error
 """
 
 
@@ -57,7 +58,7 @@ def emit(binding: Binding) -> str:
     used = sorted({_tag(binding, b) for b in binding.bound if b.returns in ("enum", "status")})
     parts.append("")
     parts += [f"_E_{tag} = {{v.value: v for v in enums.{tag}}}" for tag in used]
-    parts += [f"_c_{b.name} = _lib.{b.name}" for b in binding.bound]
+    parts += [f'_c_{b.name} = _raising("{b.name}", {b.fails})' for b in binding.bound]
     parts.append("")
     parts += [f"{name} = enums.{name}" for name in _exported_enums(binding)]
     parts += _constants(binding)
@@ -180,25 +181,24 @@ def _function(binding: Binding, bound: Bound) -> str:
     callbacks = [arg for arg in bound.args if arg.kind == "callback"]
     if _released(bound):  # another object may soon have its address, and callbacks
         body.append("_n = _owners and _newest()")
-    plain = bound.returns == "pointer" and bound.null == "error" and bound.visible
-    straight = plain and not (bound.outs or callbacks or _released(bound))
-    if straight:  # the shape of most calls, and the one whose speed counts
-        attempt = [*conversion, f"if _r := {call}:", "    return _r"]
-        after = [f'raise _failed("{bound.name}", {shown})']
+    failed = [f'raise _failed("{bound.name}", {shown}, _why)']
+    if callbacks or _released(bound):  # there is something to do before it returns or raises
+        body.append("_why = None")
+        attempt = _attempt(bound, shown, [*conversion, _assigned(bound, call)])
+        after = _returned(binding, bound)
+        release = ["if _n:", f"    _release({_released(bound)}, _n)"] if _released(bound) else []
+        failed = [*release, "if _why:", f"    {failed[0]}"]
+        if callbacks:
+            body += _with_callbacks(callbacks, bound, [*attempt, *failed])
+        else:
+            body += [*attempt, *failed]
+        body += after
     else:
-        attempt = [*conversion, call if bound.returns == "void" else f"_r = {call}"]
-        after = _result(binding, bound, shown)
-    if bound.visible:
-        attempt = [
-            "try:",
-            *(f"    {line}" for line in attempt),
-            "except (TypeError, OverflowError) as _e:",
-            f'    raise _bad("{bound.name}", {shown}, _e) from None',
-        ]
-    if callbacks:
-        body += _with_callbacks(bound, callbacks, attempt, after)
-    else:
-        body += attempt + after
+        inside = [_assigned(bound, call), *(_returned(binding, bound) or ["return"])]
+        if inside[1:] == ["return _r"]:
+            inside = [f"return {call}"]  # the shape of most calls, and the one whose speed counts
+        body += _attempt(bound, shown, [*conversion, *inside])
+        body += failed
     lines += [f"    {line}" for line in body]
     return "\n".join(lines)
 
@@ -322,9 +322,22 @@ def _plain(ctype: ir.Type) -> str:
     return ir.declare(ctype)
 
 
-def _with_callbacks(
-    bound: Bound, callbacks: list[Arg], attempt: list[str], after: list[str]
-) -> list[str]:
+def _attempt(bound: Bound, shown: str, lines: list[str]) -> list[str]:
+    """The call and what may go wrong in it: `_why` says what did."""
+    refused = [
+        "except (TypeError, OverflowError) as _e:",
+        f'    raise _bad("{bound.name}", {shown}, _e) from None',
+    ]
+    return [
+        "try:",
+        *(f"    {line}" for line in lines),
+        *(refused if bound.visible else []),
+        "except _Failed as _e:",
+        "    _why = _e.args",  # not the exception, which refers to this frame
+    ]
+
+
+def _with_callbacks(callbacks: list[Arg], bound: Bound, call: list[str]) -> list[str]:
     """The call inside a block that keeps the Python functions as long as the annotation says."""
     replaces = any(arg.callback and arg.callback.lifetime == "replaced" for arg in callbacks)
     lines = [f"with _{'Replacing' if replaces else 'Attached'}() as _cb:"]
@@ -338,14 +351,9 @@ def _with_callbacks(
             f'    _f_{arg.c_name}, _u_{arg.c_name} = _cb.add("{spec.kind}", {arg.name}, '
             f'"{lifetime}", {owner or None}, "{bound.name}", "{arg.name}", {spec.slot!r})'
         )
-    lines += [f"    {line}" for line in attempt]
-    returned = bound.returns not in ("void", "success") or bool(bound.outs)
-    inside = [line for line in after if not line.startswith("return ")]
-    lines += [f"    {line}" for line in inside if line]
+    lines += [f"    {line}" for line in call]
     if any(arg.callback and arg.callback.lifetime == "result" for arg in callbacks):
         lines.append("    _cb.result(_r)")
-    if returned:
-        lines += [line for line in after if line.startswith("return ")]
     return lines
 
 
@@ -355,50 +363,32 @@ def _tag(binding: Binding, bound: Bound) -> str:
     return resolved.name
 
 
-def _result(binding: Binding, bound: Bound, shown: str) -> list[str]:
-    """Statements after the call: errors, then the value."""
-    fail = f'raise _failed("{bound.name}", {shown})'
-    lines: list[str] = []
-    value: str | None = "_r"
+def _assigned(bound: Bound, call: str) -> str:
+    """The call; what C returns is `_r`."""
+    return call if bound.returns in ("void", "success") else f"_r = {call}"
+
+
+def _returned(binding: Binding, bound: Bound) -> list[str]:
+    """What Python gets to see: the result `_r` of C, and the out-parameters."""
     kind = bound.returns
-    if kind in ("pointer", "string"):
-        if bound.null == "error":
-            lines += ["if not _r:", f"    {fail}"]
-        else:
-            lines += ["if not _r and _error():", f"    {fail}"]
-            value = "_r if _r else None"
-        if kind == "string":
-            value = "_text(_r)"
-            if bound.null == "error":  # the usual string, without another call
-                return [
-                    *lines, "try:", "    return _string_at(_r).decode()",
-                    "except UnicodeDecodeError:", "    return _text(_r)",
-                ]  # fmt: skip
-    elif kind in ("number", "bool", "enum"):
-        lines += ["if not _r and _error():", f"    {fail}"]
-        if kind == "enum":
-            value = f"_E_{_tag(binding, bound)}.get(_r, _r)"
-    elif kind == "status":
-        lines += ["if _r or _error():", f'    raise _failed("{bound.name}", {shown}, _r)']
-        value = "_E_ggml_status[_r]"
-    elif kind == "success":
-        lines += ["if not _r:", f"    {fail}"]
-        value = None
-    else:  # void, struct
-        lines += ["if _error():", f"    {fail}"]
-        value = None if kind == "void" else "_r"
-    if _released(bound):
-        # freed or lost, nothing calls the callbacks any more; but the error must be read first
-        release = ["if _n:", f"    _release({_released(bound)}, _n)"]
-        lines[-1:] = [
-            lines[-1].replace("raise ", "_e = "), *(f"    {line}" for line in release),
-            "    raise _e", *release,
+    if kind == "string" and bound.null == "error" and not bound.outs:
+        return [  # the usual string, without another call
+            "try:", "    return _string_at(_r).decode()",
+            "except UnicodeDecodeError:", "    return _text(_r)",
         ]  # fmt: skip
-    outs = [_out_value(binding, arg) for arg in bound.outs]
-    values = ([value] if value else []) + outs
-    if values:
-        lines.append(f"return {', '.join(values)}")
-    return lines
+    value = "_r"
+    if kind in ("void", "success"):
+        value = ""
+    elif kind == "string":
+        value = "_text(_r)"
+    elif kind == "pointer" and bound.null != "error":
+        value = "_r if _r else None"
+    elif kind == "enum":
+        value = f"_E_{_tag(binding, bound)}.get(_r, _r)"
+    elif kind == "status":
+        value = "_E_ggml_status[_r]"
+    values = [value] * bool(value) + [_out_value(binding, arg) for arg in bound.outs]
+    return [f"return {', '.join(values)}"] if values else []
 
 
 def _out_value(binding: Binding, arg: Arg) -> str:

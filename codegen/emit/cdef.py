@@ -12,6 +12,7 @@ int ggml_cffi_error_index(void);
 const char *ggml_cffi_error_text(void);
 const char *ggml_cffi_error_log(void);
 void ggml_cffi_clear(void);
+void ggml_cffi_fail(void);
 void ggml_cffi_keep_error(void);
 void ggml_cffi_give_back_error(void);
 bool ggml_cffi_raise(uint64_t number);

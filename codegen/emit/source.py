@@ -16,14 +16,18 @@ _HOW = {
 
 #: Where a pointer is wanted and a list is given, cffi makes a C array that is gone after the call;
 #: ggml would keep its address. cffi's text after this one calls the function under its new name.
+#: A function that raises leaves cffi's on the way: there is then nothing of the kind to free.
 _NO_TEMPORARIES = """\
 static int ggml_cffi_no_temporary(struct _cffi_ctypedescr *, PyObject * value, char **, Py_ssize_t,
                                   struct _cffi_freeme_s **) {
     (void) _cffi_convert_array_argument;
+    (void) _cffi_free_array_arguments;
     PyErr_Format(PyExc_TypeError, "must be a cdata pointer, not %R", (PyObject *) Py_TYPE(value));
     return -1;
 }
-#define _cffi_convert_array_argument ggml_cffi_no_temporary"""
+#define _cffi_convert_array_argument ggml_cffi_no_temporary
+// cffi frees nothing but what only that function allocates; raising.hpp relies on it
+#define _cffi_free_array_arguments(temporaries) assert(!(temporaries))"""
 
 
 def emit(

@@ -43,7 +43,7 @@ def _spec(bound: Bound) -> str:
     tags = {arg.name: arg.tag for arg in bound.visible if arg.kind == "enum"}
     return (
         f"Spec({seen!r}, {c_names!r}, {required!r}, {plain!r}, {tags!r}, {bound.reason!r}, "
-        f"{bound.null_error!r}, {bound.frees!r}, {bound.returns!r})"
+        f"{bound.null_error!r}, {bound.frees!r}, {bound.returns!r}, {bound.fails})"
     )
 
 

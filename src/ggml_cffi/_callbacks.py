@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ._gen.tables import KINDS
-from ._loader import ffi, lib, load_backends
+from ._loader import ffi, lib, load_backends, raised
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
@@ -38,7 +38,7 @@ owners: dict[int, list[Registration]] = {}
 #: The one registration per (function, object) of callbacks that a later call replaces.
 _replaced: dict[tuple[str, int], Registration] = {}
 #: What callbacks raised, by the numbers that the guard keeps with the call it is to come out of.
-_errors: dict[int, BaseException] = {}
+_errors: dict[int, BaseException] = raised
 _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
 _replacing = threading.RLock()
@@ -251,15 +251,16 @@ def raise_later(error: BaseException) -> None:
 
 
 def take_raised() -> list[BaseException]:
-    """What callbacks raised in the call that has just ended on this thread, first one first."""
-    taken = []
-    while number := lib.ggml_cffi_next_failure():
-        error = _errors.pop(number, None)
-        if error is not None:
-            taken.append(error)
+    """What callbacks raised in the call of lib that has just ended on this thread, in order."""
+    found = [_errors.pop(number, None) for number in iter(lib.ggml_cffi_next_failure, 0)]
+    forget_unread()
+    return [error for error in found if error is not None]
+
+
+def forget_unread() -> None:
+    """Drop what callbacks raised in calls that nobody asked about in time."""
     while number := lib.ggml_cffi_next_dropped():
         _errors.pop(number, None)
-    return taken
 
 
 # ---- the Python side of every trampoline

@@ -201,7 +201,7 @@ def _collected(resource: _Resource) -> None:
     """Nobody refers to the object any more; nor could anybody catch an exception."""
     from ._loader import lib
 
-    lib.ggml_cffi_keep_error()  # this may be in the midst of a call that has just failed
+    lib.ggml_cffi_keep_error()  # of lib: this may come before somebody looks at it
     try:
         resource.drop()
     except Exception as error:  # an interrupt is the interpreter's to report

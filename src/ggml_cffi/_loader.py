@@ -1,7 +1,9 @@
 """Imports the extension so that only the ggml it was built for can serve it, and checks that.
 
-Gives `lib` and `ffi`. Raises ImportError, with what to do, where the extension is missing, cannot
-be loaded, or is served by a ggml other than the one it was compiled against.
+Gives `lib` and `ffi`; `raising`, which makes of a function of `lib` one that raises `Failed`, and
+`raised`, where that finds what callbacks raised (ggml/raising.hpp). Raises ImportError, with what
+to do, where the extension is missing, cannot be loaded, or is served by a ggml other than the one
+it was compiled against.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ffi", "lib", "library_files", "load_backends", "module_files"]
+__all__ = [
+    "Failed",
+    "ffi",
+    "lib",
+    "library_files",
+    "load_backends",
+    "module_files",
+    "raised",
+    "raising",
+]
 
 PACKAGE = Path(__file__).resolve().parent
 LIBS = PACKAGE / "_libs"
@@ -236,6 +247,18 @@ def _check_served(module: Any, info: ModuleType) -> None:
     )
 
 
+def _check_raises(module: Any) -> None:
+    """Raise ImportError unless a call that fails raises: else all failures would be lost."""
+    try:
+        module.raising(module.lib.ggml_cffi_fail, 0)()
+    except module.Failed:
+        return
+    raise ImportError(
+        "the extension of ggml_cffi does not raise where a call fails: it was built with a cffi "
+        f"that writes other calls than those known. With another cffi, {_REBUILD}"
+    )
+
+
 def _text(module: Any, function: str) -> str | None:
     """Call a function that returns a string; None in a release that lacks it."""
     found = getattr(module.lib, function, None)
@@ -249,7 +272,7 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _load() -> tuple[Any, Any]:
+def _load() -> Any:
     _check_platform()
     _check_interpreter()
     info = _build_info()
@@ -257,7 +280,10 @@ def _load() -> tuple[Any, Any]:
     _prepare_process(os.environ)
     module: Any = _import_extension(os.environ, info)
     _check_served(module, info)
-    return module.lib, module.ffi
+    _check_raises(module)
+    return module
 
 
-lib, ffi = _load()
+_module = _load()
+lib, ffi = _module.lib, _module.ffi
+Failed, raised, raising = _module.Failed, _module.raised, _module.raising

@@ -5,6 +5,7 @@ The fast path of a wrapper never comes here but for strings, arrays and buffers.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import errors
-from ._loader import ffi, lib
+from ._loader import Failed, ffi, lib
+from ._loader import raising as _raising
 
 NULL = ffi.NULL
 _CData = ffi.CData
@@ -59,6 +61,7 @@ class Spec(NamedTuple):
     error: str
     frees: str
     returns: str
+    fails: int  # 1: NULL or false is a failure, 2: all but 0 is; else only what the guard says
 
 
 class Kind(NamedTuple):
@@ -463,23 +466,42 @@ def _by_pointer(value: object, ctype: Any) -> object:
     return reference(value, False) if isinstance(value, _CData) else value
 
 
-def failed(function: str, values: tuple[Any, ...], status: int | None = None) -> BaseException:
-    """The exception for a call that did not come back well; the thread's error is consumed."""
-    errno = ffi.errno
-    return _failure(function, spec(function), values, errno, status)
+@functools.cache
+def raising(function: str, fails: int) -> Callable[..., Any]:
+    """A function of `lib` as one that raises `Failed`, of which `failed` makes what callers see.
+
+    `fails` says which of its results are failures, as `Spec.fails` does.
+    """
+    made: Callable[..., Any] = _raising(getattr(lib, function), fails)
+    return made
+
+
+def call(function: str, *args: Any) -> Any:
+    """Call the guarded C function of that name; raises as the generated functions do."""
+    try:
+        return raising(function, spec(function).fails)(*args)
+    except (TypeError, OverflowError) as error:
+        raise bad_argument(function, args, error) from None
+    except Failed as failure:
+        why = failure.args
+    raise failed(function, args, why)
+
+
+def failed(function: str, values: tuple[Any, ...], why: tuple[Any, ...]) -> BaseException:
+    """The exception for a call that has failed; `why` are the arguments of `Failed`."""
+    return _failure(function, spec(function), values, why)
 
 
 def _failure(
-    function: str, facts: Spec, values: tuple[Any, ...], errno: int, status: int | None = None
+    function: str, facts: Spec, values: tuple[Any, ...], why: tuple[Any, ...]
 ) -> BaseException:
-    kind = lib.ggml_cffi_error()
-    message = _decode(lib.ggml_cffi_error_text())
-    log = _decode(lib.ggml_cffi_error_log()).strip()
-    raised: list[BaseException] = _callbacks_module().take_raised()
-    lib.ggml_cffi_clear()
+    kind, index, message, log, found, errno, status = why
+    raised: list[BaseException] = found[:]
+    found.clear()  # an exception refers to the frame that has `why`: no circle for the collector
+    _callbacks_module().forget_unread()
     if kind == _CALLBACK_RAISED:
         return _first(raised) or RuntimeError(f"{function}: a callback failed")
-    error = _described(kind, function, facts, values, errno, status, message, log)
+    error = _described(kind, index, function, facts, values, errno, status, message, log.strip())
     return _after(raised, error)
 
 
@@ -503,21 +525,22 @@ def _after(raised: list[BaseException], error: BaseException) -> BaseException:
 
 def _described(
     kind: int,
+    index: int,
     function: str,
     facts: Spec,
     values: tuple[Any, ...],
     errno: int,
-    status: int | None,
+    status: int,
     message: str,
     log: str,
 ) -> BaseException:
     if kind == _ABORTED:
         return _with_cause(_abort(function, message, log, facts.frees), values)
     if kind == _NULL_ARGUMENT:
-        name = facts.c_args[lib.ggml_cffi_error_index()]
+        name = facts.c_args[index]
         return ValueError(f"{function}: {name} must not be NULL or None")
     if kind == _BAD_ENUMERATOR:
-        name = facts.c_args[lib.ggml_cffi_error_index()]
+        name = facts.c_args[index]
         enum = facts.enums.get(name, "enumerator")
         number = int(message)
         number -= 1 << 32 if number > 0x7FFFFFFF else 0  # -1 in an enum that C has as unsigned
@@ -583,12 +606,13 @@ _TENSOR = ffi.typeof("struct ggml_tensor *")
 
 def invoke(typedef: str, address: Any, *arguments: Any) -> Any:
     """Call a C function that ggml handed out, guarded; `typedef` names its type in the headers."""
-    result = getattr(lib, f"ggml_cffi_invoke_{typedef}")(ffi.cast(typedef, address), *arguments)
-    if lib.ggml_cffi_error():
-        names = ("function", *(f"argument {i}" for i in range(1, len(arguments) + 1)))
-        facts = Spec(names, names, (), (), {}, "", "GGMLError", "", "number")
-        raise _failure(typedef, facts, (address, *arguments), 0)
-    return result
+    try:
+        return raising(f"ggml_cffi_invoke_{typedef}", 0)(ffi.cast(typedef, address), *arguments)
+    except Failed as failure:
+        why = failure.args
+    names = ("function", *(f"argument {i}" for i in range(1, len(arguments) + 1)))
+    facts = Spec(names, names, (), (), {}, "", "GGMLError", "", "number", 0)
+    raise _failure(typedef, facts, (address, *arguments), why)
 
 
 def absent(function: str) -> Callable[..., NoReturn]:

@@ -6,11 +6,12 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from .. import _runtime
 from .._gen.tables import DOCS
 from .._loader import lib
+from .._runtime import call as call
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -30,17 +31,6 @@ def bound(function: _Function) -> _Function:
     own = inspect.cleandoc(function.__doc__ or "")
     function.__doc__ = f"{DOCS[name].rstrip()}\n\n{own}\n" if name in DOCS else own
     return function
-
-
-def call(name: str, *args: Any) -> Any:
-    """Call the guarded C function `name`; raises as the generated functions do."""
-    try:
-        result = getattr(lib, name)(*args)
-    except (TypeError, OverflowError) as error:
-        raise _runtime.bad_argument(name, args, error) from None
-    if lib.ggml_cffi_error():
-        raise _runtime.failed(name, args)
-    return result
 
 
 def count(function: str, name: str, value: int) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .. import _runtime
 from .._handles import raw
 from .._loader import ffi, lib
-from ..errors import GGMLError
 from ._base import bound, call
 
 if TYPE_CHECKING:
@@ -73,11 +72,7 @@ def ggml_gallocr_reserve_n(
     """
     function = "ggml_gallocr_reserve_n"
     nodes, leafs, _ = _arguments(function, galloc, graph, node_buffer_ids, leaf_buffer_ids)
-    if not call(function, galloc, graph, nodes, leafs):
-        reason = (_runtime.text(lib.ggml_cffi_error_log()) or "").strip()
-        raise GGMLError(
-            f"{function}: {reason or 'the buffers of the graph could not be allocated'}"
-        )
+    call(function, galloc, graph, nodes, leafs)
 
 
 @bound

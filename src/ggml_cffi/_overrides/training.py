@@ -76,7 +76,7 @@ def ggml_opt_init(
             raise TypeError(f"{function}: both a struct and the keywords {words} were given")
         if not isinstance(params, _CData):  # cffi would leave undefined what a dict does not name
             raise TypeError(f"{function}: params must be a struct, not {type(params).__name__}")
-        return cast("types.ggml_opt_context", _init(params))
+        return cast("types.ggml_opt_context", call(function, params))
     raw(backend_sched, "struct ggml_backend_sched *", f"{function}: backend_sched")
     if loss_type is None:
         raise ValueError(f"{function}: loss_type must not be None")
@@ -91,23 +91,16 @@ def ggml_opt_init(
     if get_opt_pars is None or isinstance(get_opt_pars, _CData):
         if get_opt_pars is not None:
             made.get_opt_pars = get_opt_pars
-        return cast("types.ggml_opt_context", _init(made[0]))
+        return cast("types.ggml_opt_context", call(function, made[0]))
     asked: Any = get_opt_pars
     answer = (lambda: _optimizer_params(asked())) if callable(asked) else asked
     with Attached() as attached:
         made.get_opt_pars, made.get_opt_pars_ud = attached.add(
             _GET_PARAMS, answer, "result", None, function, "get_opt_pars", None
         )
-        context = _init(made[0])
+        context = call(function, made[0])
         attached.result(context)
     return cast("types.ggml_opt_context", context)
-
-
-def _init(params: Any) -> Any:
-    context = call("ggml_opt_init", params)
-    if not context:
-        raise _runtime.failed("ggml_opt_init", (params,))
-    return context
 
 
 @bound

@@ -46,10 +46,11 @@ def create(
     callback, registration = _callbacks.new_split_callback(function)
     array = ffi.new("struct ggml_backend_device *[]", pointers)
     with _lock:
-        device = lib.ggml_backend_meta_device(array, len(pointers), callback, registration.userdata)
-        if not device:
+        try:
+            device = _runtime.call(_NAME, array, len(pointers), callback, registration.userdata)
+        except BaseException:
             registration.drop()
-            raise _runtime.failed(_NAME, (devices, split_fn))
+            raise
         lib.ggml_backend_dev_buffer_type(device)  # enters it into its map while we have the lock
         _callbacks.remember_meta_device(device, function)
     return device, function
