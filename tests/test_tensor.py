@@ -220,8 +220,9 @@ def test_dlpack_in(ctx: Context) -> None:
         ctx.from_dlpack([1, 2])
 
 
+@pytest.mark.slow
 def test_dlpack_with_pytorch(ctx: Context, need: Any) -> None:
-    need(importlib.util.find_spec("torch"), "there is no PyTorch here")
+    need(importlib.util.find_spec("torch"), "PyTorch")
     import torch
 
     tensor = put(ctx, numbers(3, 4))
