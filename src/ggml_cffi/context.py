@@ -141,7 +141,7 @@ class Context(Owned[_Store]):
         self._pending[tensor._address] = numbers
         return tensor
 
-    def from_dlpack(self, source: object, name: str | None = None) -> Tensor:
+    def from_dlpack(self, source: Any, name: str | None = None) -> Tensor:
         """A tensor with the numbers of an array of another library, by the DLPack protocol.
 
         It has them once it has memory, as with `from_numpy`. Raises TypeError for what does not

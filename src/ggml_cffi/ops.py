@@ -9,4 +9,5 @@ from ._custom import custom
 from ._gen import ops as _generated
 from ._gen.ops import *  # noqa: F403
 
-__all__ = ["custom", *_generated.__all__]
+__all__ = ["custom"]
+__all__ += _generated.__all__
