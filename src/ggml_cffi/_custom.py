@@ -74,8 +74,8 @@ def custom(
 
 def _array(handle: Any, ndim: int, writable: bool = False) -> npt.NDArray[Any]:
     """The memory of a tensor that is being computed with."""
-    shape: tuple[int, ...] = tuple(reversed(list(handle.ne)))[4 - ndim :] if ndim else ()
-    strides: tuple[int, ...] = tuple(reversed(list(handle.nb)))[4 - ndim :] if ndim else ()
+    shape: tuple[int, ...] = tuple(reversed(list(handle.ne)))[4 - ndim :]
+    strides: tuple[int, ...] = tuple(reversed(list(handle.nb)))[4 - ndim :]
     data = np.frombuffer(ffi.buffer(handle.data, capi.ggml_nbytes(handle)), np.uint8)
     kind = element_type(int(handle.type))
     if is_quantized(kind):

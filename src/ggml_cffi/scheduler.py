@@ -152,9 +152,9 @@ class OnScheduler:
             if backend not in scheduler.backends:
                 raise ValueError(f"assign names {backend!r}, which is none of the Scheduler's")
         self.scheduler = scheduler
-        self.lock = scheduler._lock
-        self.done = False
-        self.handle = capi.ggml_backend_sched_new(
+        self.lock: threading.RLock = scheduler._lock
+        self.done: bool = False
+        self.handle: types.ggml_backend_sched = capi.ggml_backend_sched_new(
             [one.handle for one in scheduler.backends],
             scheduler._buffer_types,
             2 * max(size, 16),

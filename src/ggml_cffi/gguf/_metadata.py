@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ class GGUFArray(Sequence[Any]):
     equal elements. Raises as `Metadata` does.
     """
 
-    __hash__ = None  # type: ignore[assignment] # it compares as a list does
+    __hash__: ClassVar[None]  # type: ignore[assignment] # it compares as a list does
 
     def __init__(self, source: _Source, start: int, what: str) -> None:
         self._source = source

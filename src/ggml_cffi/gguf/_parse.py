@@ -47,14 +47,14 @@ class Parser:
         self.data = data
         self.size = size
         self.name = name
-        self.at = 0
-        self.stage = "magic"
-        self.version = 0
-        self.alignment = fmt.DEFAULT_ALIGNMENT
+        self.at: int = 0
+        self.stage: str = "magic"
+        self.version: int = 0
+        self.alignment: int = fmt.DEFAULT_ALIGNMENT
         self.metadata: dict[str, Value] = {}
         self.tensors: dict[str, Entry] = {}
         self.strings: dict[int, Sequence[int]] = {}
-        self.data_start = 0
+        self.data_start: int = 0
         self._n_arrays = 0  # in other arrays
 
     def run(self) -> None:

@@ -52,7 +52,7 @@ class GGUFFile(Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str], errors: str = "strict") -> None:
-        self.name = str(Path(path))
+        self.name: str = str(Path(path))
         codecs.lookup_error(errors)
         self._lock = threading.RLock()
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -76,10 +76,10 @@ class GGUFFile(Closing):
             self._end()
             raise
         self._source = _Source(parser, errors)
-        self.version = parser.version
-        self.alignment = parser.alignment
-        self.metadata = Metadata(self._source)
-        self.tensors = GGUFTensors(self._source)
+        self.version: int = parser.version
+        self.alignment: int = parser.alignment
+        self.metadata: Metadata = Metadata(self._source)
+        self.tensors: GGUFTensors = GGUFTensors(self._source)
 
     def load_into(
         self,
@@ -196,7 +196,7 @@ class GGUFTensor:
     def __init__(self, source: _Source, name: str, entry: Entry) -> None:
         self._source = source
         self._entry = entry
-        self.name = name
+        self.name: str = name
 
     @property
     def type(self) -> ggml_type:

@@ -65,7 +65,7 @@ class GGUFWriter(Closing):
     def __init__(
         self, path: str | os.PathLike[str], alignment: int = fmt.DEFAULT_ALIGNMENT, version: int = 3
     ) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         if version not in fmt.VERSIONS:
             raise ValueError(f"version is {version!r}, expected 2 or 3")
         if not self.path.absolute().parent.is_dir():
