@@ -428,6 +428,7 @@ def test_what_ggml_writes(tmp_path: Path, n_tensors: int) -> None:
 # ---- a real model
 
 
+@pytest.mark.slow
 @pytest.mark.own_memory
 def test_gemma_opens_lazily(gemma: Path) -> None:
     before = resident()
@@ -454,6 +455,7 @@ def test_gemma_opens_lazily(gemma: Path) -> None:
         capi.gguf_free(native)
 
 
+@pytest.mark.slow
 def test_gemma_is_written_again_byte_for_byte(gemma: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.gguf"
     with GGUFFile(gemma) as file, GGUFWriter(again) as writer:

@@ -369,6 +369,7 @@ def test_there_is_never_a_second_copy(tmp_path: Path, where: str) -> None:
         assert own < total + (8 << 20) and of_the_file < 40 << 20  # a few slices of 16 MiB
 
 
+@pytest.mark.slow
 def test_time_to_load_gemma(gemma: Path) -> None:
     with GGUFFile(gemma) as file, Context() as ctx:
         begin = time.process_time()

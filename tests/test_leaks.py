@@ -130,8 +130,10 @@ def test_a_handle_that_is_not_freed_is_seen(results: Results, kind: str) -> None
 @pytest.mark.own_memory
 @pytest.mark.parametrize("kind", ["malloc", *handles.HANDLES])
 def test_its_memory_is_seen(results: Results, kind: str) -> None:
+    """What is small may find room in memory that is there already: malloc's own count is exact."""
     left = left_by(results, f"on purpose: {kind}")
-    assert left["resident"] > RESIDENT
+    if kind == "malloc" or left["allocated"] is None:
+        assert left["resident"] > RESIDENT
     if left["allocated"] is not None:
         assert left["allocated"] > ALLOCATED * left["n"]
 
