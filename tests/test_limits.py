@@ -173,6 +173,7 @@ def test_an_abort_outside_a_guarded_call(tmp_path: Path) -> None:
     assert "Fatal Python error: Aborted" in ended.stderr
 
 
+@pytest.mark.no_sanitizer
 def test_a_gguf_file_truncated_while_it_is_open(tmp_path: Path) -> None:
     body = f"""
         import os
