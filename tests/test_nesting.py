@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.ma  # noqa: F401 # now: an interrupt in the midst of its import would be seen
+import numpy.ma  # now: an interrupt in the midst of its import would be seen
 import pytest
 from _compute import Arena
 from _release import needs
