@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import capi, ops
+from .context import ne_of
 from .dtypes import is_quantized
 from .enums import ggml_op, ggml_type
 from .errors import OperandError
@@ -104,7 +105,7 @@ def spread(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor repeated to `shape`, itself where it has it."""
     if tensor.shape == shape:
         return tensor
-    ne = tuple([*reversed(shape), 1, 1, 1, 1][:4])
+    ne = ne_of(shape)
     if ne != tensor.ne:
         tensor = ops.repeat_4d(_packed(tensor), *ne)
     return Tensor(tensor.handle, tensor.context, len(shape))
@@ -153,8 +154,8 @@ def _transposed(tensor: Tensor) -> Tensor:
 def _with_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tensor.shape == shape:
         return tensor
-    ne = [*reversed(shape), 1, 1, 1, 1][:4]
-    if tuple(ne) == tensor.ne:
+    ne = ne_of(shape)
+    if ne == tensor.ne:
         return Tensor(tensor.handle, tensor.context, len(shape))
     result = ops.reshape_4d(tensor, *ne)
     return Tensor(result.handle, result.context, len(shape))

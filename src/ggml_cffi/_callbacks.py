@@ -11,7 +11,6 @@ import _thread
 import atexit
 import itertools
 import operator
-import os
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ._gen.tables import KINDS
+from ._handles import renew_after_fork
 from ._loader import ffi, lib, load_backends, raised
 from ._runtime import Kind, text
 from .logs import flush, receive
@@ -43,14 +43,7 @@ _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
 _replacing = threading.RLock()
 _newest = 0
-
-
-def _renew_locks() -> None:
-    global _lock, _replacing
-    _lock, _replacing = threading.RLock(), threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)  # as in _handles.py
+renew_after_fork(globals(), "_lock", "_replacing")
 
 
 class Registration:

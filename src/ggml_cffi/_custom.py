@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from . import capi, quants
 from ._loader import ffi
-from .context import Context, place, shape_of
+from .context import Context, ne_of, place, shape_of
 from .dtypes import element_type, is_quantized, numpy_dtype
-from .tensor import Tensor
+from .tensor import Tensor, block_rows
 
 Function = Callable[..., object]
 
@@ -63,7 +63,7 @@ def custom(
 
     contexts = [one.context for one in operands]
     context = place([ctx, *contexts] if ctx is not None else contexts)
-    n0, n1, n2, n3 = [*reversed(wanted), 1, 1, 1, 1][:4]
+    n0, n1, n2, n3 = ne_of(wanted)
     tasks = capi.GGML_N_TASKS_MAX if n_tasks is None else n_tasks
     with context._lock:
         handle = capi.ggml_custom_4d(
@@ -79,9 +79,7 @@ def _array(handle: Any, ndim: int, writable: bool = False) -> npt.NDArray[Any]:
     data = np.frombuffer(ffi.buffer(handle.data, capi.ggml_nbytes(handle)), np.uint8)
     kind = element_type(int(handle.type))
     if is_quantized(kind):
-        size = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
-        rows = np.ndarray((*shape[:-1], size), np.uint8, data, strides=(*strides[:-1], 1))
-        return quants.dequantize(rows, kind, threads=1)
+        return quants.dequantize(block_rows(kind, shape, strides, data), kind, threads=1)
     dtype = numpy_dtype(kind)
     assert dtype is not None
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, data, strides=strides)

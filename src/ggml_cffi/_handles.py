@@ -158,16 +158,21 @@ class _Resource:
         _each(parent.drop for parent in self.parents)
 
 
+def renew_after_fork(module: dict[str, Any], *locks: str) -> None:
+    """Give a module, by its globals, new locks of these names in a forked child.
+
+    A thread of the parent's may have held them: nobody in the child would release them.
+    """
+
+    def renew() -> None:
+        for name in locks:
+            module[name] = threading.RLock()
+
+    os.register_at_fork(after_in_child=renew)
+
+
 _lock = threading.RLock()  # the collector may drop one while another is dropped
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-# A thread of the parent's may have held it: there is nobody in the child who would release it.
-os.register_at_fork(after_in_child=_renew_lock)
+renew_after_fork(globals(), "_lock")
 _lost: list[_Resource] = []
 
 

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Sequence
 
 from . import _callbacks, capi
-from ._handles import Owned, address, raw
+from ._handles import Owned, address, raw, renew_after_fork
 from .capi import types
 from .enums import ggml_backend_buffer_usage
 
 BUFFER = "struct ggml_backend_buffer *"
 
 _lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # as in _handles.py
+renew_after_fork(globals(), "_lock")
 
 _taken: set[int] = set()
 """Addresses of all buffers that belong to a `Buffer`, by itself or through a `MultiBuffer`."""

@@ -118,7 +118,7 @@ class Context(Owned[_Store]):
             )
         with self._lock:
             arena = _room(arenas, 1)
-            handle = capi.ggml_new_tensor(arena, kind, _ne(wanted))
+            handle = capi.ggml_new_tensor(arena, kind, ne_of(wanted))
             if name is not None:
                 capi.ggml_set_name(handle, name)
         return Tensor(handle, self, len(wanted))
@@ -277,6 +277,7 @@ def shape_of(shape: object) -> tuple[int, ...]:
     return found
 
 
-def _ne(shape: tuple[int, ...]) -> list[int]:
+def ne_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     """In ggml's order: the innermost axis first."""
-    return list(reversed(shape)) or [1]
+    n0, n1, n2, n3 = [*reversed(shape), 1, 1, 1, 1][:MAX_DIMS]
+    return n0, n1, n2, n3

@@ -366,10 +366,15 @@ def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         numbers = np.ndarray(tensor.shape, dtype, data, strides=tensor.strides)
         copied: npt.NDArray[Any] = numbers.view(tensor.dtype).copy()
         return copied
-    size = capi.ggml_type_size(kind)
-    row = shape[-1] // capi.ggml_blck_size(kind) * size
-    rows = np.ndarray((*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1))
-    return quants.dequantize(rows, kind)
+    return quants.dequantize(block_rows(kind, shape, strides, data), kind)
+
+
+def block_rows(
+    kind: ggml_type, shape: tuple[int, ...], strides: tuple[int, ...], data: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """The rows of a quantised tensor as bytes, in the memory from its first element on."""
+    row = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
+    return np.ndarray((*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1))
 
 
 def _check_whole(tensor: Tensor) -> None:

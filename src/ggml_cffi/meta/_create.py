@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import _callbacks, _runtime
-from .._handles import raw
+from .._handles import raw, renew_after_fork
 from .._loader import ffi, lib
 from ..errors import NotSupportedError
 from ._latch import SplitCallable, SplitFunction
@@ -20,14 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = "ggml_backend_meta_device"
 _lock = threading.RLock()  # ggml's maps of meta devices and of their buffer types have none
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # as in _handles.py
+renew_after_fork(globals(), "_lock")
 
 
 def create(
