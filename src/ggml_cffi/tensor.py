@@ -374,7 +374,10 @@ def block_rows(
 ) -> npt.NDArray[np.uint8]:
     """The rows of a quantised tensor as bytes, in the memory from its first element on."""
     row = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
-    return np.ndarray((*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1))
+    rows: npt.NDArray[np.uint8] = np.ndarray(
+        (*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1)
+    )
+    return rows
 
 
 def _check_whole(tensor: Tensor) -> None:
