@@ -26,6 +26,8 @@ CPP = (
     "process.hpp",
     "handles.hpp",
     "checks.hpp",
+    "kernels.hpp",
+    "indices.hpp",
     "memory.hpp",
     "state.hpp",
     "callbacks.hpp",
