@@ -22,7 +22,7 @@ import numpy as np
 from gguf import quants as reference
 
 from ggml_cffi import quants
-from ggml_cffi.device import usable_cores
+from ggml_cffi.backend import usable_cores
 
 SHAPE = (2048, 4096)  # a matrix of a model of one to three thousand million parameters
 

@@ -11,15 +11,8 @@ from _release import needs_meta
 
 from ggml_cffi import capi
 from ggml_cffi._handles import Borrowed, Owned
-from ggml_cffi.device import (
-    Backend,
-    Device,
-    child_backends,
-    device,
-    devices,
-    set_n_threads,
-    usable_cores,
-)
+from ggml_cffi.backend import Backend, child_backends, set_n_threads, usable_cores
+from ggml_cffi.device import Device, device, devices
 from ggml_cffi.meta import MetaDevice, SplitState
 
 

@@ -13,6 +13,8 @@ import inspect
 import json
 import os
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,12 @@ def test_all_is_there() -> None:
     )
     assert set(_overrides.__all__) <= set(now["ggml_cffi.capi"])
     assert {"quantize", "dequantize"} <= set(now["ggml_cffi.quants"])
+    assert {"Backend", "Device", "Context", "Tensor", "Graph", "Compiled"} <= set(now["ggml_cffi"])
+    assert {"Scheduler", "GGUFFile", "GGUFWriter", "quantize", "dequantize", "OperandError"} <= set(
+        now["ggml_cffi"]
+    )
+    assert {"Tensor.numpy", "Context.allocate", "Graph.compile"} <= set(now["ggml_cffi"])
+    assert {"ops", "quants", "dtypes", "gguf", "diagnostics", "logs"} <= set(now["ggml_cffi"])
     assert "numpy_dtype" in now["ggml_cffi.dtypes"]
     assert now["ggml_cffi.logs"] and now["ggml_cffi.diagnostics"] and now["ggml_cffi.errors"]
     assert "GGML_TYPE_Q4_0" in now["ggml_cffi.enums"]["ggml_type"]
@@ -137,3 +145,28 @@ def test_a_change_is_seen() -> None:
     kept = {"module": {"kept": "(a)", "changed": "(a)", "gone": "()"}}
     assert changes(kept, now) == ["module.changed: (a) -> (a, b)", "module.gone: () -> gone"]
     assert changes({"gone": {"name": "()"}}, now) == ["gone.name: () -> gone"]
+
+
+def test_modules_say_what_they_have() -> None:
+    """Without __all__ the list above would be a guess at it."""
+    written = [m for m in public_modules() if m.__name__ not in ("ggml_cffi.enums",)]
+    assert [m.__name__ for m in written if not getattr(m, "__all__", None)] == []
+
+
+def test_what_is_not_asked_for_is_not_imported() -> None:
+    """Objects take a quarter of the time again that capi takes."""
+    code = """
+import sys, ggml_cffi
+late = {f"ggml_cffi.{name}" for name in ("tensor", "graph", "scheduler", "ops", "quants", "gguf")}
+assert not late & set(sys.modules), late & set(sys.modules)
+assert {"Context", "ops", "__version__", *ggml_cffi.__all__} <= set(dir(ggml_cffi))
+assert ggml_cffi.ops.add and ggml_cffi.Graph and ggml_cffi.GGUFFile and ggml_cffi.quants.quantize
+assert late <= set(sys.modules)
+from ggml_cffi import *
+assert all(name in globals() for name in ggml_cffi.__all__)
+try:
+    ggml_cffi.nothing
+except AttributeError as error:
+    assert "has no attribute 'nothing'" in str(error)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

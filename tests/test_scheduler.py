@@ -9,8 +9,8 @@ import pytest
 from _fake_backend import buffer_type
 
 from ggml_cffi import device, ops
+from ggml_cffi.backend import Backend
 from ggml_cffi.context import Context
-from ggml_cffi.device import Backend
 from ggml_cffi.graph import Graph
 from ggml_cffi.scheduler import Scheduler
 

@@ -93,6 +93,21 @@ def objects() -> None:
         assert [device.name for device in meta.devices] == [cpu.name] * 2
 
 
+def objects_at_the_top() -> None:
+    """Compute with objects, which are imported when they are asked for."""
+    with ggml_cffi.Context() as ctx:
+        x = assert_type(ctx.input((2, 3), name="x"), ggml_cffi.Tensor)
+        w = ctx.from_numpy(np.ones((4, 3), np.float32), name="w")
+        graph = ggml_cffi.Graph(ggml_cffi.ops.relu(ggml_cffi.ops.mul_mat(w, x)))
+        with assert_type(graph.compile("CPU"), ggml_cffi.Compiled) as compiled:
+            results = compiled.run(x=np.ones((2, 3), np.float32))
+            assert [one.shape for one in results.values()] == [(2, 4)]
+    blocks = assert_type(
+        ggml_cffi.quantize(np.ones((1, 32), np.float32), "q8_0"), "npt.NDArray[np.uint8]"
+    )
+    assert ggml_cffi.dequantize(blocks, "q8_0").shape == (1, 32)
+
+
 def main() -> None:
     """Run all of it."""
     backend = capi.ggml_backend_cpu_init()
@@ -103,6 +118,7 @@ def main() -> None:
         assert "bytes" in describe(capi.ggml_backend_dev_get(index))
     callbacks()
     objects()
+    objects_at_the_top()
     assert assert_type(capi.GGML_MAX_DIMS, int) == 4
     assert "ggml_mul_mat" in capi.__coverage__.bound
 

@@ -13,6 +13,8 @@ from ._handles import Owned, address, raw, renew_after_fork
 from .capi import types
 from .enums import ggml_backend_buffer_usage
 
+__all__ = ["Buffer", "MultiBuffer"]
+
 BUFFER = "struct ggml_backend_buffer *"
 
 _lock = threading.RLock()

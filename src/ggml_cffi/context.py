@@ -13,8 +13,9 @@ import numpy.typing as npt
 from . import capi
 from ._handles import Owned, address
 from ._loader import lib
+from .backend import Backend
 from .capi import types
-from .device import Backend, Device, device
+from .device import Device, device
 from .dtypes import element_type, type_name
 from .enums import ggml_backend_buffer_usage
 from .errors import GGMLError, StatusMemoryError

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from . import capi
 from ._handles import Owned, address
 from ._loader import ffi, lib
+from .backend import Backend
 from .capi import types
 from .context import Context
-from .device import Backend, Device, device
+from .device import Device, device
 from .enums import ggml_op
 from .meta import MetaDevice
 from .scheduler import OnScheduler, Scheduler

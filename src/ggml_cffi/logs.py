@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
+__all__ = ["flush", "logger", "receive"]
+
 logger: logging.Logger = logging.getLogger("ggml")
 logger.addHandler(logging.NullHandler())
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from . import _runtime, capi
 from ._loader import ffi, lib
-from .device import usable_cores
+from .backend import usable_cores
 from .dtypes import element_type, type_name
 from .enums import ggml_type
 from .errors import NotSupportedError

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from . import capi
 from ._handles import Owned, address
+from .backend import Backend
 from .capi import types
-from .device import Backend
 from .enums import ggml_backend_dev_type
 
 if TYPE_CHECKING:

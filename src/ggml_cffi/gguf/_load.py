@@ -13,8 +13,9 @@ import numpy as np
 from .. import capi
 from .._handles import address
 from .._loader import ffi
+from ..backend import Backend
 from ..context import MAX_DIMS, WEIGHTS, Context
-from ..device import Backend, Device, device
+from ..device import Device, device
 from ..errors import GGMLError, StatusMemoryError
 from ..tensor import Tensor
 from ._parse import Entry

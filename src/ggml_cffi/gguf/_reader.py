@@ -25,8 +25,9 @@ from ._metadata import Metadata, _Source
 from ._parse import Entry, Parser
 
 if TYPE_CHECKING:
+    from ..backend import Backend
     from ..context import Context
-    from ..device import Backend, Device
+    from ..device import Device
     from ..tensor import Tensor
 
 Progress = Callable[[int, int], object]
