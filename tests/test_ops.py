@@ -12,7 +12,7 @@ from op_table import CASES, WITHOUT_REFERENCE
 
 from ggml_cffi import capi, device, ops, quants
 from ggml_cffi.context import Context
-from ggml_cffi.dtypes import element_type, is_quantized
+from ggml_cffi.dtypes import element_type, is_quantized, type_name
 from ggml_cffi.errors import OperandError
 from ggml_cffi.graph import Graph
 
@@ -241,3 +241,15 @@ def test_what_writes_in_an_operand_says_so_by_its_name():
     to_write = {"cpy", "set_rows", "opt_step_adamw", "opt_step_sgd"}
     assert {name for name in writing if not name.endswith("_inplace")} == to_write
     assert {name for name in ops.__all__ if name.endswith("_inplace")} <= writing
+
+
+def test_types_go_by_name() -> None:
+    """As in `Context.tensor`: ggml's names and NumPy's dtypes too."""
+    with Context() as ctx:
+        x = ctx.input((2, 32), name="x")
+        for given, name in (("q8_0", "q8_0"), (np.float16, "f16"), (capi.GGML_TYPE_F16, "f16")):
+            assert type_name(ops.cast(x, given).type) == name
+        with pytest.raises(ValueError, match="'f33' is no type of ggml's; these are: f32"):
+            ops.cast(x, "f33")
+        with pytest.raises(ValueError, match="no type for NumPy's uint64"):
+            ops.cast(x, "uint64")

@@ -25,6 +25,7 @@ def emit(binding: Binding) -> str:
     parts = [_HEAD.format(version=binding.version)]
     parts.append("from .. import capi as _capi")
     parts.append("from .._building import build as _build, copy as _copy")
+    parts.append("from ..dtypes import element_type as _element_type")
     parts.append("from . import enums as _enums\n")
     bound = operations(binding)
     parts.append("__all__ = [")
@@ -79,11 +80,18 @@ def _of_tensors(arg: Arg) -> bool:
     return arg.kind == "array" and arg.element is not None and ir.declare(arg.element) == _TENSOR
 
 
+def _of_type(arg: Arg) -> bool:
+    """Whether it is a type of elements: objects take its name and NumPy's dtypes as well."""
+    return arg.kind == "enum" and arg.tag == "ggml_type"
+
+
 def _annotation(binding: Binding, bound: Bound, arg: Arg) -> str:
     if _of_tensor(arg):
         return "Tensor | None" if arg.nullable else "Tensor"
     if _of_tensors(arg):
         return "Sequence[Tensor]"
+    if _of_type(arg):
+        return f"{pytypes.argument(binding, bound, arg)} | str"
     return pytypes.argument(binding, bound, arg)
 
 
@@ -110,6 +118,8 @@ def _default(arg: Arg, enums: str) -> str | None:
 
 
 def _given(arg: Arg) -> str:
+    if _of_type(arg):
+        return f"_element_type({arg.name})"
     return f"_copy({arg.name})" if arg.op_copy else arg.name
 
 

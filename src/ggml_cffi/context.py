@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +13,12 @@ import numpy.typing as npt
 from . import capi
 from ._handles import Owned, address
 from ._loader import lib
+from ._placement import check_weights, reorders
 from .backend import Backend
 from .capi import types
 from .device import Device, device
 from .dtypes import element_type, type_name
-from .enums import ggml_backend_buffer_usage
+from .enums import ggml_backend_buffer_usage, ggml_type
 from .errors import GGMLError, StatusMemoryError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Context(Owned[_Store]):
         self._lock = threading.RLock()
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
+        self._reordered = False  # some of its tensors are where weights have another order
         self._lent = 0  # views of our memory that others hold
 
     def tensor(
@@ -166,8 +168,12 @@ class Context(Owned[_Store]):
         names another than the device's own (`Device.buffer_types`). Gives the bytes allocated, 0
         where all tensors have memory.
 
+        Memory that keeps weights in an order of its own (CPU_REPACK, AMX) is for `mul_mat` and
+        `mul_mat_id` alone, and is written as a whole: its numbers cannot be read, nor viewed.
+
         Raises MemoryError where there is not enough, SplitError where the split function of a meta
-        device fails. Then no tensor has memory that had none before.
+        device fails, ValueError for a tensor that such memory does not take
+        (`Device.supports_weight`). Then no tensor has memory that had none before.
         """
         from .tensor import Tensor, is_without_memory
 
@@ -179,6 +185,9 @@ class Context(Owned[_Store]):
         with self._lock:
             store = self.handle
             done: list[types.ggml_backend_buffer] = []
+            if reorders(kind):
+                bare = (t for a in store.leaves for t in _tensors(a) if is_without_memory(t))
+                check_weights(where.handle, kind, map(_described, bare))
             try:
                 for arena in store.leaves:
                     # ggml refuses where all of them are empty
@@ -197,6 +206,7 @@ class Context(Owned[_Store]):
                     raise StatusMemoryError(str(error), status) from None
                 raise
             store.buffers += done
+            self._reordered |= bool(done) and reorders(kind)
             for arena in store.leaves:
                 for handle in _tensors(arena):
                     numbers = self._pending.pop(address(handle), None)
@@ -244,17 +254,20 @@ def place(contexts: Sequence[Context]) -> Context:
     return first
 
 
-def _reaches(context: Context, other: Context) -> bool:
+def reachable(contexts: Iterable[Context]) -> Iterator[Context]:
+    """These contexts and those that they need, each once."""
     seen: set[Context] = set()
-    todo = [context]
+    todo = list(contexts)
     while todo:
-        current = todo.pop()
-        if current is other:
-            return True
-        if current not in seen:
-            seen.add(current)
-            todo += current._needs
-    return False
+        context = todo.pop()
+        if context not in seen:
+            seen.add(context)
+            yield context
+            todo += context._needs
+
+
+def _reaches(context: Context, other: Context) -> bool:
+    return any(one is other for one in reachable([context]))
 
 
 def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
@@ -262,6 +275,10 @@ def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
     while tensor is not None:
         yield tensor
         tensor = capi.ggml_get_next_tensor(arena, tensor)
+
+
+def _described(handle: types.ggml_tensor) -> tuple[str, ggml_type, tuple[int, ...]]:
+    return capi.ggml_get_name(handle) or "", ggml_type(handle.type), tuple(handle.ne)
 
 
 def shape_of(shape: object) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import capi
@@ -89,6 +90,20 @@ class Device(Borrowed[types.ggml_backend_device]):
                 kinds.append(extra[index])
                 index += 1
         return {capi.ggml_backend_buft_name(kind) or "": kind for kind in kinds}
+
+    def supports_weight(self, buffer_type: str, dtype: object, shape: int | Sequence[int]) -> bool:
+        """Whether memory of this name takes a weight of this type and NumPy's shape.
+
+        That of `buffer_types` which keeps weights in an order of its own takes those that it has a
+        product for; all other memory takes any. Raises ValueError as `buffer_type` and
+        `Context.tensor` do.
+        """
+        from ._placement import reorders, takes
+        from .context import ne_of, shape_of
+        from .dtypes import element_type
+
+        kind, type, wanted = self.buffer_type(buffer_type), element_type(dtype), shape_of(shape)
+        return not reorders(kind) or takes(self.handle, kind, type, ne_of(wanted))
 
     def supports_op(self, tensor: types.ggml_tensor) -> bool:
         """Whether the device can compute the operation that makes `tensor`."""

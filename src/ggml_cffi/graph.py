@@ -12,14 +12,15 @@ import numpy.typing as npt
 from . import capi
 from ._handles import Owned, address
 from ._loader import ffi, lib
+from ._placement import check_uses
 from .backend import Backend
 from .capi import types
-from .context import Context
+from .context import reachable
 from .device import Device, device
 from .enums import ggml_op
 from .meta import MetaDevice
 from .scheduler import OnScheduler, Scheduler
-from .tensor import Tensor, check_numbers, is_without_memory
+from .tensor import Tensor, check_numbers, check_readable, is_without_memory
 
 __all__ = ["Compiled", "Graph"]
 
@@ -84,7 +85,9 @@ class Graph:
         says for results which of a scheduler's backends computes them.
 
         Raises ValueError where two inputs have the same name or one has none, MemoryError where the
-        device has too little memory, and what `capi` raises for operations it cannot compute.
+        device has too little memory, and what `capi` raises for operations it cannot compute;
+        ValueError also for weights in memory such as CPU_REPACK that are anything but the first
+        operand of a product.
         """
         return Compiled(self, target, n_threads, keep, assign)
 
@@ -105,15 +108,9 @@ class Graph:
 
     def _constant(self, tensor: Tensor) -> npt.NDArray[Any] | None:
         """The numbers that its context was given for it."""
-        seen: set[Context] = set()
-        todo = list(self._contexts)
-        while todo:
-            context = todo.pop()
+        for context in reachable(self._contexts):
             if tensor._address in context._pending:
                 return context._pending[tensor._address]
-            if context not in seen:
-                seen.add(context)
-                todo += context._needs
         return None
 
     def __repr__(self) -> str:
@@ -227,6 +224,8 @@ class Compiled(Owned[_Store]):
         self._inputs: dict[str, Tensor] = {}
         try:
             self._copy(store, graph)
+            if any(one._reordered for one in reachable(graph._contexts)):
+                self._check_weights(target)
             if isinstance(target, Scheduler):
                 pinned = {self._copies[t._address]: b for t, b in (assign or {}).items()}
                 store.memory = OnScheduler(target, len(self._copies) + 1, pinned)
@@ -267,6 +266,16 @@ class Compiled(Owned[_Store]):
         self._graph = capi.ggml_new_graph_custom(store.context, n + 1, False)
         for copy in copies:  # operands first, so that ggml never goes deep
             capi.ggml_build_forward_expand(self._graph, copy)
+
+    def _check_weights(self, target: Device | Backend | Scheduler) -> None:
+        """Raise ValueError for what cannot be made of weights in an order of their own."""
+        backends = target.backends if isinstance(target, Scheduler) else [target]
+        devices = [one.device if isinstance(one, Backend) else one for one in backends]
+        count = capi.ggml_graph_n_nodes(self._graph)
+        nodes = (capi.ggml_graph_node(self._graph, i) for i in range(count))
+        check_uses([one.handle for one in devices], nodes)
+        for one in self._outputs.values():
+            check_readable(one)
 
     def _add_input(self, old: Tensor, numbers: npt.NDArray[Any] | None) -> None:
         new = self._copy_of(old)

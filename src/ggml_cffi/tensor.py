@@ -12,6 +12,7 @@ import numpy.typing as npt
 from . import capi, quants
 from ._handles import address
 from ._loader import ffi
+from ._placement import is_reordered
 from .capi import types
 from .context import Context
 from .dtypes import is_quantized, numpy_dtype, type_name
@@ -204,7 +205,8 @@ class Tensor:
         else a copy. ``copy=True`` always copies, ``copy=False`` raises ValueError where it would.
 
         Raises ValueError for a tensor that has no memory (an input that is not allocated, a result
-        that is no output of a compiled graph), and for parts of a meta device's tensors.
+        that is no output of a compiled graph), for parts of a meta device's tensors, and for
+        weights in memory that keeps them in an order of its own (CPU_REPACK, AMX).
         """
         shares = self.shares_memory
         if copy is False and not shares:
@@ -380,6 +382,13 @@ def block_rows(
     return rows
 
 
+def check_readable(tensor: Tensor) -> None:
+    """Raise ValueError for a weight in memory that keeps it in an order of its own."""
+    if is_reordered(tensor.handle):
+        kind = capi.ggml_backend_buffer_name(_buffer(tensor.handle))
+        raise ValueError(f"{tensor!r} cannot be read: {kind} keeps it in an order of its own")
+
+
 def _check_whole(tensor: Tensor) -> None:
     """Raise ValueError for a view of what a meta device has: ggml reads and writes the whole."""
     if tensor.handle.view_src and _is_meta(_buffer(tensor.handle)):
@@ -394,6 +403,7 @@ def _read(tensor: Tensor) -> npt.NDArray[Any]:
     if not tensor.size:
         return np.empty(tensor.shape, tensor.dtype)
     _check_whole(tensor)
+    check_readable(tensor)
     data = np.empty(tensor.nbytes, np.uint8)
     capi.ggml_backend_tensor_get(tensor.handle, data, 0)
     return _blocks(tensor, data)
@@ -410,6 +420,9 @@ def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if not tensor.size:
         return
     _check_whole(tensor)
+    if tensor.handle.view_src and is_reordered(tensor.handle):
+        kind = capi.ggml_backend_buffer_name(_buffer(tensor.handle))
+        raise ValueError(f"{tensor!r} is a part of a weight that {kind} takes as a whole")
     data = _encode(tensor, numbers)
     if capi.ggml_is_contiguous(tensor.handle):
         capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)

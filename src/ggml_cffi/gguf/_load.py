@@ -13,8 +13,9 @@ import numpy as np
 from .. import capi
 from .._handles import address
 from .._loader import ffi
+from .._placement import check_weights, reorders
 from ..backend import Backend
-from ..context import MAX_DIMS, WEIGHTS, Context
+from ..context import MAX_DIMS, WEIGHTS, Context, ne_of
 from ..device import Device, device
 from ..errors import GGMLError, StatusMemoryError
 from ..tensor import Tensor
@@ -37,6 +38,7 @@ def load(
     ctx: Context,
     target: Device | Backend | str,
     progress: Progress | None,
+    buffer_type: str | None = None,
 ) -> dict[str, Tensor]:
     """What `GGUFFile.load_into` does; `data` is a map of the file that `fd` is open for."""
     if not isinstance(ctx, Context):
@@ -45,6 +47,9 @@ def load(
     where = where.device if isinstance(where, Backend) else where
     if not isinstance(where, Device):
         raise TypeError(f"target is {target!r}, expected a Device, a Backend or a name")
+    kind = where.buffer_type(buffer_type)
+    weights = ((name, one.type, ne_of(one.ne[::-1])) for name, one in entries.items())
+    check_weights(where.handle, kind, weights)
     with ctx._lock:
         store = ctx.handle
         if not entries:
@@ -55,14 +60,13 @@ def load(
         try:
             handles = {name: _describe(arena, name, entry) for name, entry in entries.items()}
             total = sum(entry.nbytes for entry in entries.values())
-            if _can_map(where, entries):
+            if buffer_type is None and _can_map(where, entries):
                 keep = _private_map(fd, len(data))
                 buffer = _place(keep, where, entries, handles, total, progress)
             elif total:
-                kind = where.buffer_type()
                 buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind)
                 capi.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
-                _copy(data, where, entries, handles, total, progress)
+                _copy(data, where, kind, entries, handles, total, progress)
         except BaseException as error:
             if buffer is not None:
                 capi.ggml_backend_buffer_free(buffer)
@@ -73,6 +77,7 @@ def load(
         store.leaves.insert(0, arena)  # the last one is where others are made
         if buffer is not None:
             store.buffers.append(buffer)
+            ctx._reordered |= reorders(kind)
         if keep is not None:
             store.keep.append(keep)
         return {n: Tensor(handle, ctx, len(entries[n].ne)) for n, handle in handles.items()}
@@ -152,6 +157,7 @@ def _place(
 def _copy(
     data: mmap.mmap,
     where: Device,
+    kind: types.ggml_backend_buffer_type,
     entries: Mapping[str, Entry],
     handles: Mapping[str, types.ggml_tensor],
     total: int,
@@ -159,8 +165,9 @@ def _copy(
 ) -> None:
     done = 0
     every = np.frombuffer(data, np.uint8)
+    whole = reorders(kind)
     for name, entry in entries.items():
-        unit = _unit(where, handles[name], entry)
+        unit = max(1, entry.nbytes) if whole else _unit(where, handles[name], entry)
         for begin, end in _slices(entry.nbytes, unit):
             part = every[entry.start + begin : entry.start + end]
             capi.ggml_backend_tensor_set(handles[name], part, begin)

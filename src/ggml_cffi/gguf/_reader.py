@@ -88,6 +88,7 @@ class GGUFFile(Closing):
         target: Device | Backend | str,
         names: Iterable[str] | None = None,
         progress: Progress | None = None,
+        buffer_type: str | None = None,
     ) -> dict[str, Tensor]:
         """Make the tensors of these names, all by default, in `ctx`, with memory and numbers.
 
@@ -96,18 +97,23 @@ class GGUFFile(Closing):
         they are written in slices, so that there is never a second copy of the whole. They are
         weights; their number of axes is that in the file. The file may be closed afterwards.
 
+        `buffer_type` names another kind of memory than the device's own, as in `Context.allocate`:
+        the tensors are copied there, and written as a whole where it keeps weights in an order of
+        its own (CPU_REPACK, AMX); `Device.supports_weight` says which it takes.
+
         `progress(done, total)` is called in bytes, after each slice, or tensor that is mapped; what
         it raises ends the loading.
 
         Raises GGUFError for a name that the file has not, TypeError for what is no Context, device
         or name, MemoryError where there is not enough (AbortError on a meta device, where ggml
-        aborts), SplitError where the split function of one fails. Then `ctx` is as before.
+        aborts), SplitError where the split function of one fails, ValueError for no such buffer
+        type and for a tensor that it does not take. Then `ctx` is as before.
         """
         from ._load import load
 
         entries = self._entries(names)
         with self._lock:  # a descriptor that is closed meanwhile may soon be another file's
-            return load(self._source.data, self._fd, entries, ctx, target, progress)
+            return load(self._source.data, self._fd, entries, ctx, target, progress, buffer_type)
 
     def _entries(self, names: Iterable[str] | None) -> dict[str, Entry]:
         every = self._source.parser.tensors
