@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shutil
+import subprocess
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ggml_cffi import AbortError, MetaDevice, SplitState, capi, device, diagnostics, ops
+from ggml_cffi import (
+    AbortError,
+    Backend,
+    MetaDevice,
+    Scheduler,
+    SplitState,
+    capi,
+    device,
+    diagnostics,
+    ops,
+)
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
 
@@ -197,6 +211,85 @@ def test_indices_out_of_range(ctx: Context) -> None:
     np.testing.assert_array_equal(made(rows=[1, 1]), numbers(5, 4)[[1, 1]])
 
 
+# ---- drawing
+
+
+def edges(dot: str) -> set[tuple[str, str]]:
+    """By the first line of the labels."""
+    names = dict(re.findall(r'^  (t\d+) \[label="(.*?)(?:\\n|")', dot, re.M))
+    found = re.findall(r"^  (t\d+) -> (t\d+)( \[.*\])?;$", dot, re.M)
+    return {(names[one], names[other]) for one, other, _ in found}
+
+
+def svg(dot: str) -> str:
+    """What graphviz draws of it, where it is there."""
+    if shutil.which("dot") is None:
+        pytest.skip("graphviz is not installed")
+    done = subprocess.run(["dot", "-Tsvg"], input=dot, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return done.stdout
+
+
+def test_drawing(ctx: Context) -> None:
+    w = ctx.from_numpy(W, name="w")
+    x = ctx.input((3, 8), name="x")
+    ctx.allocate("CPU")
+    product = ops.mul_mat(w, x)
+    product.name = "product"
+    half = ops.cast(product[:2], "f16")
+    half.name = "half"
+    graph = Graph({"all": product, "part": half})
+    dot = graph.to_dot()
+    view = next(t for t in graph.nodes if t.op.name == "GGML_OP_VIEW").name
+    assert edges(dot) == {("w", "product"), ("x", "product"), ("product", view), (view, "half")}
+    assert '[label="w\\nf32 (6, 8)", shape=box]' in dot
+    assert '[label="x\\nf32 (3, 8)", shape=parallelogram]' in dot
+    assert r'"product\nMUL_MAT\nf32 (3, 6)\noutput all", shape=ellipse, peripheries=2]' in dot
+    assert r"f16 (2, 6)\noutput part" in dot
+    for drawn in (svg(dot), svg(graph.compile("CPU").to_dot())):
+        assert drawn.count('class="node"') == 5 and drawn.count('class="edge"') == len(edges(dot))
+
+
+def test_drawing_in_a_notebook(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph(layer(ctx))
+    monkeypatch.setenv("PATH", "")
+    assert graph._repr_svg_() is None  # it is shown as text
+    monkeypatch.undo()
+    drawn = svg(graph.to_dot())
+    made = graph.compile("CPU")
+    assert graph._repr_svg_() == drawn and made._repr_svg_() == svg(made.to_dot())
+    assert drawn.lstrip().startswith("<?xml") and "MUL_MAT" in drawn
+
+
+@pytest.mark.parametrize(
+    "name", ['quo"te', "back\\slash", "new\nline", "größer", "<b>&amp;", "\\n"]
+)
+def test_drawing_any_name(ctx: Context, name: str) -> None:
+    x = ctx.input(3, name=name or "x")
+    drawn = svg(Graph({name: x + 1}).to_dot())
+    assert drawn.count('class="node"') == 2
+
+
+def test_drawing_says_how_weights_are_split(ctx: Context) -> None:
+    with MetaDevice(["CPU", "CPU"], columns) as spread:
+        graph = Graph(layer(ctx, spread))
+        for dot in (graph.to_dot(), graph.compile(spread).to_dot()):
+            assert r'label="w\nf32 (6, 8)\nsplit along axis 1: 4 + 2", shape=box' in dot
+    other = Context()
+    table = other.from_numpy(numbers(4, 8), name="table")
+
+    def segments(info: Any, n: int) -> SplitState:
+        return SplitState.segments(1, [[1, 1], [2, 0]])
+
+    with MetaDevice(["CPU", "CPU"], segments) as spread:
+        other.allocate(spread)
+        assert r"\nsplit along axis 1: 1 + 1 | 2 + 0" in Graph(table).to_dot()
+    with MetaDevice(["CPU"], lambda info, n: SplitState.mirrored()) as spread, Context() as third:
+        same = third.from_numpy(numbers(4, 8), name="same")
+        third.allocate(spread)
+        assert r"f32 (4, 8)\nmirrored" in Graph(same).to_dot()
+
+
 # ---- errors and limits
 
 
@@ -215,6 +308,49 @@ def test_no_graph(ctx: Context) -> None:
         Graph(y).compile(backend, n_threads=2)
 
 
+def test_what_is_no_output_cannot_be_read(ctx: Context) -> None:
+    """ggml uses its memory again: what would be read might be anything."""
+    y = layer(ctx)
+    graph = Graph(y)
+    made = graph.compile("CPU")
+    made(x=numbers(3, 8))
+    for node in graph.nodes:
+        with pytest.raises(ValueError, match="those of a compiled graph are read as the graph's"):
+            node.numpy()
+    with pytest.raises(ValueError, match="in a graph it is an input"):
+        graph.inputs[0].numpy()
+
+
+@pytest.mark.parametrize("where", ["CPU", "meta", "scheduler"])
+def test_what_is_empty(ctx: Context, where: str) -> None:
+    """Alone, beside others, as an input and as a weight; ggml's allocators abort over the first."""
+    x, other = ctx.input((0, 3), name="x"), ctx.input((2, 3), name="other")
+    w = ctx.from_numpy(np.empty((0, 3), np.float32), name="w")
+    nothing = np.empty((0, 3))
+    with contextlib.ExitStack() as stack:
+        target: Any = "CPU"
+        if where == "meta":
+            target = stack.enter_context(MetaDevice(["CPU"] * 2, columns))
+        elif where == "scheduler":
+            backend = stack.enter_context(Backend(device("CPU"), 1))
+            target = stack.enter_context(Scheduler([backend]))
+        for outputs in (ops.sqr(x), x, ops.sqr(ops.relu(x))):
+            made = Graph(outputs).compile(target)
+            assert made.nbytes == 0
+            for _ in range(2):
+                assert made(x=nothing).shape == (0, 3)
+            assert made().shape == (0, 3)  # there is nothing to be given
+            with pytest.raises(ValueError, match=r"shape \(1, 3\), expected \(0, 3\)"):
+                made(x=np.ones((1, 3)))
+            made.to_dot()
+        both = Graph([ops.sqr(x), other * 2]).compile(target)
+        first, second = both(other=np.ones((2, 3)))
+        assert first.shape == (0, 3) and (second == 2).all()
+        assert Graph(ops.sqr(w)).compile(target)().shape == (0, 3)
+        ctx.allocate("CPU" if where == "scheduler" else target)
+        assert Graph(ops.sqr(w)).compile(target)().shape == (0, 3)
+
+
 def test_a_deep_graph(ctx: Context) -> None:
     """Deeper than a recursive walk over it could go."""
     t = x = ctx.input(1, name="x")
@@ -229,7 +365,7 @@ def test_too_little_memory(ctx: Context) -> None:
     x = ctx.input(1 << 16, name="x")
     huge = ops.repeat_4d(x, 1 << 16, 1 << 24, 1, 1)
     before = diagnostics.live_handles()
-    with pytest.raises((MemoryError, RuntimeError)):
+    with pytest.raises(MemoryError, match="failed to allocate"):
         Graph(huge).compile("CPU")
     assert diagnostics.live_handles() == before
 

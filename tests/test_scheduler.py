@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _fake_backend import buffer_type
 
-from ggml_cffi import device, ops
+from ggml_cffi import device, diagnostics, ops
 from ggml_cffi.backend import Backend
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
@@ -96,32 +96,100 @@ def test_large_graphs(ctx: Context, backends: Any) -> None:
         np.testing.assert_array_equal(made(x=np.zeros(4)), np.full(4, 3000))
 
 
-def test_measuring(ctx: Context, backends: Any) -> None:
+def test_reserving(ctx: Context, backends: Any) -> None:
     graph = Graph(model(ctx)[-1])
     with Scheduler(backends) as scheduler:
-        sizes = scheduler.measure(graph)
+        before = diagnostics.live_handles()
+        sizes = scheduler.reserve(graph)
         assert list(sizes) == backends and sum(sizes.values()) > 0
+        assert diagnostics.live_handles() == before
         assert graph.compile(scheduler).nbytes == sum(sizes.values())
 
 
-def test_watching(ctx: Context, backends: Any) -> None:
+def test_reserving_for_a_model_that_is_split(ctx: Context, backends: Any) -> None:
+    results = model(ctx)
+    kinds = [buffer_type(is_host=True), device("CPU").buffer_type()]
+    with Scheduler(backends, kinds) as scheduler:
+        graph = Graph(results[-1])
+        halves = {result: backends[i >= 4] for i, result in enumerate(results)}
+        split = scheduler.reserve(graph, halves)
+        assert all(split.values())
+        made = graph.compile(scheduler, assign=halves)
+        assert made.nbytes == sum(split.values())
+
+
+def test_too_little_memory(ctx: Context, backends: Any) -> None:
+    """ggml itself would go on without the memory and end the process."""
+    x = ctx.input(1 << 16, name="x")
+    graph = Graph(ops.repeat_4d(x, 1 << 16, 1 << 24, 1, 1))
+    with Scheduler(backends) as scheduler:
+        before = diagnostics.live_handles()
+        for ask in (graph.compile, lambda where: where.reserve(graph)):
+            with pytest.raises(MemoryError, match="failed to allocate"):
+                ask(scheduler)
+        assert diagnostics.live_handles() == before
+        assert Graph(x + 1).compile(scheduler)(x=np.zeros(1 << 16)).all()
+
+
+def test_seeing_each_result(ctx: Context, backends: Any) -> None:
     results = model(ctx)
     x = numbers(2, 16)
     with Scheduler(backends) as scheduler:
         made = Graph(results[-1]).compile(scheduler)
         seen: dict[str, Any] = {}
-        found = scheduler.watch(made, lambda name, array: seen.update({name: array}), x=x)
+        scheduler.set_eval_callback(lambda name, array: seen.update({name: array}))
+        found = made(x=x)
         assert list(seen) == [one.name for one in results]
         for i in range(4):
             np.testing.assert_allclose(seen[f"layer {i}"], expected(x, i + 1), rtol=1e-4, atol=1e-6)
-        np.testing.assert_array_equal(next(iter(found.values())), seen["layer 3"])
+        np.testing.assert_array_equal(found, seen["layer 3"])
+        seen.clear()
+        # what is compiled before and after it is set
+        Graph(results[1]).compile(scheduler)(x=x)
+        assert list(seen) == ["product 0", "layer 0"]
+        scheduler.set_eval_callback(None)
+        seen.clear()
+        made(x=x)
+        assert not seen
+
+
+def test_what_a_callback_raises_ends_the_run(ctx: Context, backends: Any) -> None:
+    results = model(ctx)
+    x = numbers(2, 16)
+    with Scheduler(backends) as scheduler:
+        made = Graph(results[-1]).compile(scheduler)
+        seen = []
 
         def failing(name: str, array: Any) -> None:
-            raise RuntimeError(name)
+            seen.append(name)
+            if name == "layer 1":
+                raise RuntimeError(f"{name} is wrong")
 
-        with pytest.raises(RuntimeError, match="product 0"):
-            scheduler.watch(made, failing, x=x)
+        scheduler.set_eval_callback(failing)
+        with pytest.raises(RuntimeError, match="layer 1 is wrong"):
+            made(x=x)
+        assert seen == ["product 0", "layer 0", "product 1", "layer 1"]
+        with pytest.raises(TypeError, match=r"callback is 3 .*expected a function or None"):
+            scheduler.set_eval_callback(3)  # type: ignore[arg-type]
+        scheduler.set_eval_callback(None)
         np.testing.assert_allclose(made(x=x), expected(x), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="the Scheduler is closed"):
+        scheduler.set_eval_callback(failing)
+
+
+def test_drawing_says_who_computes_what(ctx: Context, backends: Any) -> None:
+    results = model(ctx)
+    halves = {result: backends[i >= 4] for i, result in enumerate(results)}
+    kinds = [buffer_type(is_host=True), device("CPU").buffer_type()]
+    with Scheduler(backends, kinds) as scheduler:
+        made = Graph(results[-1]).compile(scheduler, assign=halves)
+        lines = made.to_dot().splitlines()
+        for label, place in (("product 1", "CPU 0"), ("layer 2", "CPU 1")):
+            (line,) = [one for one in lines if f'label="{label}' in one]
+            assert rf"\n{place}" in line and "fillcolor=" in line
+        made.close()
+        with pytest.raises(ValueError, match="the Compiled is closed"):
+            made.to_dot()
 
 
 def test_errors(ctx: Context, backends: Any) -> None:

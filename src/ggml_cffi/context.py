@@ -13,13 +13,13 @@ import numpy.typing as npt
 from . import capi
 from ._handles import Owned, address
 from ._loader import lib
+from ._memory import raises_memory_error
 from ._placement import check_weights, reorders
 from .backend import Backend
 from .capi import types
 from .device import Device, device
 from .dtypes import element_type, type_name
 from .enums import ggml_backend_buffer_usage, ggml_type
-from .errors import GGMLError, StatusMemoryError
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -194,16 +194,14 @@ class Context(Owned[_Store]):
                     if any(
                         is_without_memory(t) and not capi.ggml_is_empty(t) for t in _tensors(arena)
                     ):
-                        done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
+                        with raises_memory_error():
+                            done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)
-            except BaseException as error:
+            except BaseException:
                 for arena, buffer in ((a, b) for a in store.leaves for b in done):
                     lib.ggml_cffi_forget_buffer(arena, buffer)
                 for buffer in done:
                     capi.ggml_backend_buffer_free(buffer)
-                if type(error) is GGMLError:  # ggml's NULL: there is no other reason for it here
-                    status = capi.GGML_STATUS_ALLOC_FAILED
-                    raise StatusMemoryError(str(error), status) from None
                 raise
             store.buffers += done
             self._reordered |= bool(done) and reorders(kind)

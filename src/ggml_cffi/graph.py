@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import capi
+from ._copies import copy, graph_of
 from ._handles import Owned, address
 from ._loader import ffi, lib
+from ._memory import raises_memory_error
 from ._placement import check_uses
 from .backend import Backend
 from .capi import types
@@ -91,6 +93,22 @@ class Graph:
         """
         return Compiled(self, target, n_threads, keep, assign)
 
+    def to_dot(self) -> str:
+        """The graph in graphviz's language: a node for each tensor, an edge for each operand.
+
+        Weights are boxes, with the split of those on a meta device; inputs are parallelograms,
+        results ellipses, and outputs have a double line. In a notebook the graph is drawn by
+        itself where graphviz's program ``dot`` is installed.
+        """
+        from ._drawing import to_dot
+
+        return to_dot(self.tensors, self.inputs, self._named)
+
+    def _repr_svg_(self) -> str | None:
+        from ._drawing import to_svg
+
+        return to_svg(self.to_dot())
+
     def _order(self) -> list[types.ggml_tensor]:
         outputs = ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
         count = lib.ggml_cffi_order(outputs, len(self._named), ffi.NULL, 0)
@@ -122,11 +140,11 @@ class _Memory(Protocol):
 
     lock: threading.RLock
 
-    def allocate(self, graph: types.ggml_cgraph) -> bool:
+    def allocate(self, compiled: Compiled) -> bool:
         """Give the graph memory, if it has none; whether it has been given some now."""
         ...
 
-    def compute(self, graph: types.ggml_cgraph) -> None: ...
+    def compute(self, compiled: Compiled) -> None: ...
     def nbytes(self) -> int: ...
     def free(self) -> None: ...
 
@@ -142,16 +160,17 @@ class _OnBackend:
         self.allocator: types.ggml_gallocr | None = capi.ggml_gallocr_new(kind)
         self.done = False
 
-    def allocate(self, graph: types.ggml_cgraph) -> bool:
+    def allocate(self, compiled: Compiled) -> bool:
         if self.done:
             return False
         assert self.allocator is not None
-        capi.ggml_gallocr_alloc_graph(self.allocator, graph)
+        with raises_memory_error():
+            capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
         self.done = True
         return True
 
-    def compute(self, graph: types.ggml_cgraph) -> None:
-        capi.ggml_backend_graph_compute(self.backend.handle, graph)
+    def compute(self, compiled: Compiled) -> None:
+        capi.ggml_backend_graph_compute(self.backend.handle, compiled._graph)
 
     def nbytes(self) -> int:
         assert self.allocator is not None
@@ -163,6 +182,25 @@ class _OnBackend:
         finally:
             if self.own:
                 self.backend.close()
+
+
+class _OfNothing:
+    """Of a graph whose tensors are all empty: ggml's allocators are for others."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def allocate(self, compiled: Compiled) -> bool:
+        return False
+
+    def compute(self, compiled: Compiled) -> None:
+        pass
+
+    def nbytes(self) -> int:
+        return 0
+
+    def free(self) -> None:
+        pass
 
 
 class _Store:
@@ -226,7 +264,9 @@ class Compiled(Owned[_Store]):
             self._copy(store, graph)
             if any(one._reordered for one in reachable(graph._contexts)):
                 self._check_weights(target)
-            if isinstance(target, Scheduler):
+            if all(capi.ggml_is_empty(one) for one in self._copies.values()):
+                store.memory = _OfNothing()
+            elif isinstance(target, Scheduler):
                 pinned = {self._copies[t._address]: b for t, b in (assign or {}).items()}
                 store.memory = OnScheduler(target, len(self._copies) + 1, pinned)
             elif isinstance(target, Backend) and not fresh:
@@ -244,12 +284,7 @@ class Compiled(Owned[_Store]):
     def _copy(self, store: _Store, graph: Graph) -> None:
         """The graph's tensors once more, but those with memory, in a context of its own."""
         order = graph._order()
-        n = len(order)
-        size = (n + 1) * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(n + 1, False)
-        store.context = capi.ggml_init(mem_size=size, no_alloc=True)
-        originals = ffi.new("struct ggml_tensor *[]", order)
-        copies = ffi.new("struct ggml_tensor *[]", n)
-        lib.ggml_cffi_copy_tensors(store.context, originals, n, copies)
+        store.context, copies = copy(order)
         self._copies = {address(old): new for old, new in zip(order, copies, strict=True)}
         for old in graph.tensors:
             if graph._is_input(old):
@@ -263,9 +298,7 @@ class Compiled(Owned[_Store]):
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
                     capi.ggml_set_output(handle)
-        self._graph = capi.ggml_new_graph_custom(store.context, n + 1, False)
-        for copy in copies:  # operands first, so that ggml never goes deep
-            capi.ggml_build_forward_expand(self._graph, copy)
+        self._graph = graph_of(store.context, copies)
 
     def _check_weights(self, target: Device | Backend | Scheduler) -> None:
         """Raise ValueError for what cannot be made of weights in an order of their own."""
@@ -285,23 +318,42 @@ class Compiled(Owned[_Store]):
             capi.ggml_set_output(new.handle)
             return
         if not old.name:
+            if not new.size:
+                return
             raise ValueError(f"an input has no name: {old!r}")
         if old.name in self._inputs:
             raise ValueError(f"two inputs have the name {old.name!r}")
         self._inputs[old.name] = new
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
-        handle = self._copies[tensor._address]
-        return Tensor(handle, self, tensor.ndim)  # type: ignore[arg-type] # as good a home
+        return self._home(self._copies[tensor._address], tensor.ndim)
+
+    def _home(self, handle: types.ggml_tensor, ndim: int | None = None) -> Tensor:
+        return Tensor(handle, self, ndim)  # type: ignore[arg-type] # as good a home
 
     def _allocate(self) -> None:
-        if self._memory.allocate(self._graph):
+        if self._memory.allocate(self):
             self._written.clear()
             for one, numbers in self._constants:
                 one.set(numbers)
 
     def _expected(self) -> str:
         return f"the inputs are {', '.join(map(repr, self._inputs)) or 'none'}"
+
+    def to_dot(self) -> str:
+        """The graph as `Graph.to_dot` draws it, on a scheduler with a color for each backend."""
+        from ._drawing import to_dot
+
+        self.handle  # noqa: B018 # raises where it is closed
+        memory = self._memory
+        places = memory.places(self._graph) if isinstance(memory, OnScheduler) else {}
+        tensors = map(self._home, self._copies.values())
+        return to_dot(tensors, self._inputs.values(), self._outputs, places)
+
+    def _repr_svg_(self) -> str | None:
+        from ._drawing import to_svg
+
+        return to_svg(self.to_dot())
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...]]:
@@ -323,7 +375,7 @@ class Compiled(Owned[_Store]):
         with self._memory.lock, self._lock:
             self._allocate()
             self._write(inputs)
-            self._memory.compute(self._graph)
+            self._memory.compute(self)
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
 
     def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
@@ -341,7 +393,11 @@ class Compiled(Owned[_Store]):
             if name not in self._inputs:
                 raise TypeError(f"there is no input {name!r}; {self._expected()}")
         had = self._kept & self._written
-        missing = [name for name in self._inputs if name not in inputs and name not in had]
+        missing = [
+            name
+            for name, one in self._inputs.items()
+            if name not in inputs and name not in had and one.size
+        ]
         if missing:
             raise TypeError(f"missing inputs: {', '.join(map(repr, missing))}")
         arrays = {

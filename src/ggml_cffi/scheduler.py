@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from . import capi
+from ._copies import copied
 from ._handles import Owned, address
+from ._memory import raises_memory_error
 from .backend import Backend
 from .capi import types
 from .enums import ggml_backend_dev_type
 
 if TYPE_CHECKING:
     from .graph import Compiled, Graph
+    from .tensor import Tensor
 
 __all__ = ["Scheduler"]
 
@@ -26,6 +29,8 @@ class Scheduler(Owned[object]):
 
     ggml computes an operation where its weights are, else on the first backend that can, and copies
     between them. Compile a graph on it: ``graph.compile(scheduler)``; each has memory of its own.
+    `reserve` says how much, `assignment` which backend computes what, and a function that
+    `set_eval_callback` is given sees all results.
 
     `buffer_types` are the kinds of memory (`Device.buffer_type`) for results on each backend, its
     own by default. Of backends with the same kind ggml takes the first for everything. `op_offload`
@@ -60,6 +65,7 @@ class Scheduler(Owned[object]):
         self._backends = tuple(backends)
         self._buffer_types = None if buffer_types is None else list(buffer_types)
         self._op_offload = op_offload
+        self._eval_callback: Callable[[str, npt.NDArray[Any]], object] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -67,15 +73,18 @@ class Scheduler(Owned[object]):
         """The backends, the preferred ones first."""
         return self._backends
 
-    def measure(self, graph: Graph) -> dict[Backend, int]:
-        """The bytes that a graph's inputs and results would take on each backend.
+    def reserve(
+        self, graph: Graph, assign: Mapping[Tensor, Backend] | None = None
+    ) -> dict[Backend, int]:
+        """The bytes that a graph's inputs and results take on each backend; they can be had.
 
-        Raises as `Graph.compile` does.
+        Nothing is kept of it. `assign` is that of `Graph.compile`, and so is what this raises:
+        MemoryError where a backend has too little memory.
         """
-        with graph.compile(self) as compiled:
+        with graph.compile(self, assign=assign) as compiled:
             memory = compiled._memory
-            assert isinstance(memory, OnScheduler)
-            return dict(zip(self._backends, memory.sizes(), strict=True))
+            sizes = memory.sizes() if isinstance(memory, OnScheduler) else [0] * len(self._backends)
+            return dict(zip(self._backends, sizes, strict=True))
 
     def assignment(self, compiled: Compiled) -> dict[str, list[str]]:
         """For each backend's name and number, what of the graph it computes, in order.
@@ -83,42 +92,34 @@ class Scheduler(Owned[object]):
         A result without a name is called by its operation and its number in the graph. Raises
         ValueError for what is not compiled on this scheduler.
         """
-        memory = self._memory_of(compiled)
-        names = {
-            address(one.handle): f"{one.name} {number}" for number, one in enumerate(self._backends)
-        }
-        found: dict[str, list[str]] = {name: [] for name in names.values()}
+        places = self._memory_of(compiled).places(compiled._graph)
+        found: dict[str, list[str]] = {name: [] for name in self._labels().values()}
         for label, node in _labelled(compiled._graph):
-            backend = capi.ggml_backend_sched_get_tensor_backend(memory.handle, node)
-            if backend is not None:
-                found[names[address(backend)]].append(label)
+            if address(node) in places:
+                found[places[address(node)]].append(label)
         return found
 
-    def watch(
-        self, compiled: Compiled, callback: Callable[[str, npt.NDArray[Any]], object], **inputs: Any
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Run a graph and see each result as it is computed: ``callback(name, array)``.
+    def _labels(self) -> dict[int, str]:
+        """The backends' names and numbers, by address."""
+        return {
+            address(one.handle): f"{one.name} {number}" for number, one in enumerate(self._backends)
+        }
 
-        Names are those of `assignment`. The callback ends the run by returning False, and what it
-        raises comes out. Gives the outputs, as `Compiled.run` does.
+    def set_eval_callback(self, callback: Callable[[str, npt.NDArray[Any]], object] | None) -> None:
+        """See each result of the graphs compiled on this, in every run, as soon as it is computed.
+
+        ``callback(name, array)`` has names as `assignment` does and arrays of its own. What it
+        raises ends the run and comes out of it. It makes runs slower: each result is computed by
+        itself. None: no callback any more.
+
+        Raises TypeError for what is no function.
         """
-        from .tensor import Tensor
-
-        memory = self._memory_of(compiled)
-        labels = {address(node): label for label, node in _labelled(compiled._graph)}
-
-        def told(node: types.ggml_tensor, ask: bool) -> bool:
-            if ask:
-                return address(node) in labels
-            array = np.array(Tensor(node, compiled).numpy())  # type: ignore[arg-type]
-            return callback(labels[address(node)], array) is not False
-
-        with memory.lock:
-            capi.ggml_backend_sched_set_eval_callback(memory.handle, told)
-            try:
-                return compiled.run(**inputs)
-            finally:
-                capi.ggml_backend_sched_set_eval_callback(memory.handle, None)
+        if callback is not None and not callable(callback):
+            kind = type(callback).__name__
+            raise TypeError(f"callback is {callback!r} ({kind}), expected a function or None")
+        with self._lock:
+            self.handle  # noqa: B018 # raises where it is closed
+            self._eval_callback = callback
 
     def _memory_of(self, compiled: Compiled) -> OnScheduler:
         memory = compiled._memory
@@ -154,6 +155,7 @@ class OnScheduler:
         self.scheduler = scheduler
         self.lock: threading.RLock = scheduler._lock
         self.done: bool = False
+        self.assign = {address(tensor): backend for tensor, backend in assign.items()}
         self.handle: types.ggml_backend_sched = capi.ggml_backend_sched_new(
             [one.handle for one in scheduler.backends],
             scheduler._buffer_types,
@@ -161,22 +163,60 @@ class OnScheduler:
             False,
             scheduler._op_offload,
         )
-        try:
-            for tensor, backend in assign.items():
-                capi.ggml_backend_sched_set_tensor_backend(self.handle, tensor, backend.handle)
-        except BaseException:
-            self.free()
-            raise
 
-    def allocate(self, graph: types.ggml_cgraph) -> bool:
+    def allocate(self, compiled: Compiled) -> bool:
         if self.done:
             return False
-        capi.ggml_backend_sched_alloc_graph(self.handle, graph)
+        tensors = list(compiled._copies.values())
+        # ggml aborts over memory that it cannot have but where it reserves it; and it changes the
+        # graph that it reserves for, so that it gets one more copy of it
+        with copied(tensors) as (again, graph):
+            self._pin(zip(tensors, again, strict=True))
+            with raises_memory_error():
+                capi.ggml_backend_sched_reserve(self.handle, graph)
+        self._pin((one, one) for one in tensors)
+        capi.ggml_backend_sched_alloc_graph(self.handle, compiled._graph)
         self.done = True
         return True
 
-    def compute(self, graph: types.ggml_cgraph) -> None:
-        capi.ggml_backend_sched_graph_compute(self.handle, graph)
+    def _pin(self, tensors: Iterable[tuple[Any, Any]]) -> None:
+        """Say where the second of each two is computed, as the user says it of the first."""
+        for one, same in tensors if self.assign else ():
+            backend = self.assign.get(address(one))
+            if backend is not None:
+                capi.ggml_backend_sched_set_tensor_backend(self.handle, same, backend.handle)
+
+    def compute(self, compiled: Compiled) -> None:
+        callback = self.scheduler._eval_callback
+        if callback is None:
+            capi.ggml_backend_sched_graph_compute(self.handle, compiled._graph)
+            return
+        from .tensor import Tensor
+
+        labels = {address(node): label for label, node in _labelled(compiled._graph)}
+
+        def told(node: types.ggml_tensor, ask: bool) -> bool:
+            if ask:
+                return address(node) in labels
+            array = np.array(Tensor(node, compiled).numpy())  # type: ignore[arg-type]
+            callback(labels[address(node)], array)
+            return True
+
+        capi.ggml_backend_sched_set_eval_callback(self.handle, told)
+        try:
+            capi.ggml_backend_sched_graph_compute(self.handle, compiled._graph)
+        finally:
+            capi.ggml_backend_sched_set_eval_callback(self.handle, None)
+
+    def places(self, graph: types.ggml_cgraph) -> dict[int, str]:
+        """The name and number of the backend that computes a result, by the result's address."""
+        names = self.scheduler._labels()
+        found = {}
+        for _, node in _labelled(graph):
+            backend = capi.ggml_backend_sched_get_tensor_backend(self.handle, node)
+            if backend is not None:
+                found[address(node)] = names[address(backend)]
+        return found
 
     def sizes(self) -> list[int]:
         """The bytes on each backend."""

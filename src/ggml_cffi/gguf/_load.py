@@ -13,11 +13,11 @@ import numpy as np
 from .. import capi
 from .._handles import address
 from .._loader import ffi
+from .._memory import raises_memory_error
 from .._placement import check_weights, reorders
 from ..backend import Backend
 from ..context import MAX_DIMS, WEIGHTS, Context, ne_of
 from ..device import Device, device
-from ..errors import GGMLError, StatusMemoryError
 from ..tensor import Tensor
 from ._parse import Entry
 
@@ -64,15 +64,14 @@ def load(
                 keep = _private_map(fd, len(data))
                 buffer = _place(keep, where, entries, handles, total, progress)
             elif total:
-                buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind)
+                with raises_memory_error():
+                    buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind)
                 capi.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
                 _copy(data, where, kind, entries, handles, total, progress)
-        except BaseException as error:
+        except BaseException:
             if buffer is not None:
                 capi.ggml_backend_buffer_free(buffer)
             capi.ggml_free(arena)
-            if buffer is None and type(error) is GGMLError:  # ggml's NULL
-                raise StatusMemoryError(str(error), capi.GGML_STATUS_ALLOC_FAILED) from None
             raise
         store.leaves.insert(0, arena)  # the last one is where others are made
         if buffer is not None:

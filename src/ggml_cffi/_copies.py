@@ -1,0 +1,49 @@
+"""Copies of a graph: the same operations on tensors of their own, to be allocated once more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import capi
+from ._loader import ffi, lib
+from .capi import types
+
+
+def copy(
+    tensors: Sequence[types.ggml_tensor],
+) -> tuple[types.ggml_context, list[types.ggml_tensor]]:
+    """A context, the caller's to free, with copies of `tensors`, which are in order of computation.
+
+    Those with memory of their own stand for themselves. There is room for a graph of them all.
+    """
+    n = len(tensors)
+    size = (n + 1) * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(n + 1, False)
+    context = capi.ggml_init(mem_size=size, no_alloc=True)
+    originals: Any = ffi.new("struct ggml_tensor *[]", list(tensors))
+    copies: Any = ffi.new("struct ggml_tensor *[]", n)
+    lib.ggml_cffi_copy_tensors(context, originals, n, copies)
+    return context, list(copies)
+
+
+def graph_of(
+    context: types.ggml_context, tensors: Sequence[types.ggml_tensor]
+) -> types.ggml_cgraph:
+    """A graph of these tensors, which are in order of computation."""
+    graph = capi.ggml_new_graph_custom(context, len(tensors) + 1, False)
+    for tensor in tensors:  # operands first, so that ggml never goes deep
+        capi.ggml_build_forward_expand(graph, tensor)
+    return graph
+
+
+@contextlib.contextmanager
+def copied(
+    tensors: Sequence[types.ggml_tensor],
+) -> Iterator[tuple[list[types.ggml_tensor], types.ggml_cgraph]]:
+    """Copies of `tensors`, and their graph, for the time of the block."""
+    context, copies = copy(tensors)
+    try:
+        yield copies, graph_of(context, copies)
+    finally:
+        capi.ggml_free(context)
