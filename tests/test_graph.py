@@ -91,6 +91,35 @@ def test_a_meta_device(ctx: Context) -> None:
                 np.testing.assert_allclose(made(x=x), np.maximum(x @ W.T, 0), rtol=1e-4, atol=1e-5)
 
 
+def test_a_row_parallel_product_is_read(ctx: Context) -> None:
+    """Its sum is ggml's to make, which it puts off until something else is made of it."""
+    down = numbers(5, 6, seed=1)
+
+    def split(info: Any, n: int) -> SplitState:
+        return SplitState.by_ratio(info, axis=int(info.name == "w"), ratios=[2, 1])
+
+    with MetaDevice(["CPU", "CPU"], split) as spread:
+        second = ctx.from_numpy(down, name="down")
+        hidden = layer(ctx, spread)
+        given = numbers(3, 8)
+        wanted = np.maximum(given @ W.T, 0) @ down.T
+        product = ops.mul_mat(second, hidden)
+        twice = ctx.input((3, 8), name="y") * 2
+        for outputs in (product, [product, twice], {"one": twice, "two": product}):
+            graph = Graph(outputs)
+            inputs = {one.name: given for one in graph.inputs}
+            for name, array in graph.compile(spread).run(**inputs).items():
+                right = given * 2 if array.shape == (3, 8) else wanted
+                np.testing.assert_allclose(array, right, rtol=1e-4, atol=1e-4, err_msg=name)
+        product.name = "product"
+        made = Graph(product).compile(spread)
+        assert list(made.run(x=given)) == ["product"]
+        assert made.to_dot().count("CONT") == Graph(product).to_dot().count("CONT") + 1
+    with Context() as other:
+        plain = Graph(other.input((2, 3), name="x") @ other.input((3, 2), name="y").T.T)
+        assert plain.compile("CPU").to_dot().count("CONT") == plain.to_dot().count("CONT")
+
+
 def test_weights_that_are_elsewhere(ctx: Context) -> None:
     graph = Graph(layer(ctx))
     before = diagnostics.live_handles()

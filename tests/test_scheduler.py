@@ -205,6 +205,9 @@ def test_errors(ctx: Context, backends: Any) -> None:
     with Scheduler(backends) as scheduler, Backend(device("CPU"), 1) as other:
         with pytest.raises(ValueError, match="none of the Scheduler's"):
             Graph(y).compile(scheduler, assign={y: other})
+        for wrong in (ctx.input(3, name="z"), "y"):
+            with pytest.raises(ValueError, match="which is no tensor of the graph"):
+                Graph(y).compile(scheduler, assign={wrong: other})  # type: ignore[dict-item]
         with pytest.raises(ValueError, match="n_threads is the Scheduler's"):
             Graph(y).compile(scheduler, n_threads=1)
         with pytest.raises(ValueError, match="assign is for a Scheduler"):

@@ -12,14 +12,16 @@ from .capi import types
 
 
 def copy(
-    tensors: Sequence[types.ggml_tensor],
+    tensors: Sequence[types.ggml_tensor], more: int = 0
 ) -> tuple[types.ggml_context, list[types.ggml_tensor]]:
     """A context, the caller's to free, with copies of `tensors`, which are in order of computation.
 
-    Those with memory of their own stand for themselves. There is room for a graph of them all.
+    Those with memory of their own stand for themselves. There is room for a graph of them all and
+    `more` besides.
     """
     n = len(tensors)
-    size = (n + 1) * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(n + 1, False)
+    room = n + more + 1
+    size = room * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(room, False)
     context = capi.ggml_init(mem_size=size, no_alloc=True)
     originals: Any = ffi.new("struct ggml_tensor *[]", list(tensors))
     copies: Any = ffi.new("struct ggml_tensor *[]", n)

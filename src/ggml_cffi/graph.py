@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,6 +135,16 @@ class Graph:
         return f"<Graph of {len(self._order())} tensors>"
 
 
+_PRODUCTS = (ggml_op.GGML_OP_MUL_MAT, ggml_op.GGML_OP_MUL_MAT_ID)
+
+
+def _operands(handle: Any) -> Iterator[types.ggml_tensor]:
+    """Its operands, and what it is a view of."""
+    yield from (one for one in handle.src if one)
+    if handle.view_src:
+        yield handle.view_src
+
+
 class _Memory(Protocol):
     """Where a compiled graph has its memory and is computed."""
 
@@ -261,18 +271,20 @@ class Compiled(Owned[_Store]):
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
         try:
-            self._copy(store, graph)
+            where = target.device if isinstance(target, Backend) else target
+            self._copy(store, graph, isinstance(where, MetaDevice))
             if any(one._reordered for one in reachable(graph._contexts)):
                 self._check_weights(target)
-            if all(capi.ggml_is_empty(one) for one in self._copies.values()):
+            if all(capi.ggml_is_empty(one) for one in self._tensors):
                 store.memory = _OfNothing()
             elif isinstance(target, Scheduler):
-                pinned = {self._copies[t._address]: b for t, b in (assign or {}).items()}
-                store.memory = OnScheduler(target, len(self._copies) + 1, pinned)
+                store.memory = OnScheduler(
+                    target, len(self._tensors) + 1, self._pinned(assign or {})
+                )
             elif isinstance(target, Backend) and not fresh:
                 store.memory = _OnBackend(target, own=False)
             else:
-                where = target.device if isinstance(target, Backend) else target
+                assert isinstance(where, Device)
                 store.memory = _OnBackend(Backend(where, n_threads), own=True)
             self._memory = store.memory
             with self._memory.lock:
@@ -281,10 +293,10 @@ class Compiled(Owned[_Store]):
             self.close()
             raise
 
-    def _copy(self, store: _Store, graph: Graph) -> None:
+    def _copy(self, store: _Store, graph: Graph, on_meta: bool) -> None:
         """The graph's tensors once more, but those with memory, in a context of its own."""
         order = graph._order()
-        store.context, copies = copy(order)
+        store.context, copies = copy(order, len(graph._named) if on_meta else 0)
         self._copies = {address(old): new for old, new in zip(order, copies, strict=True)}
         for old in graph.tensors:
             if graph._is_input(old):
@@ -294,11 +306,39 @@ class Compiled(Owned[_Store]):
                 raise ValueError(f"keep names {name!r}, which is no input; {self._expected()}")
             capi.ggml_set_output(self._inputs[name].handle)
         self._outputs = {name: self._copy_of(one) for name, one in graph._named.items()}
+        if on_meta:
+            copies += self._summed_up(store.context, copies)
         for one in self._outputs.values():
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
                     capi.ggml_set_output(handle)
         self._graph = graph_of(store.context, copies)
+        self._tensors = copies
+
+    def _summed_up(
+        self, context: types.ggml_context, copies: Sequence[types.ggml_tensor]
+    ) -> list[types.ggml_tensor]:
+        """Copies of the outputs that are products, which these are in place of.
+
+        A row-parallel product is left as an addend on each device, which cannot be read; ggml adds
+        them up where something else is made of it.
+        """
+        used = {address(src) for one in copies for src in _operands(one)}
+        more = []
+        for name, one in self._outputs.items():
+            if one.op in _PRODUCTS and one._address not in used:
+                more.append(capi.ggml_cont(context, one.handle))
+                capi.ggml_set_name(more[-1], one.name)
+                self._outputs[name] = self._home(more[-1], one.ndim)
+        return more
+
+    def _pinned(self, assign: Mapping[Tensor, Backend]) -> dict[types.ggml_tensor, Backend]:
+        found = {}
+        for tensor, backend in assign.items():
+            if getattr(tensor, "_address", None) not in self._copies:
+                raise ValueError(f"assign names {tensor!r}, which is no tensor of the graph")
+            found[self._copies[tensor._address]] = backend
+        return found
 
     def _check_weights(self, target: Device | Backend | Scheduler) -> None:
         """Raise ValueError for what cannot be made of weights in an order of their own."""
@@ -347,7 +387,7 @@ class Compiled(Owned[_Store]):
         self.handle  # noqa: B018 # raises where it is closed
         memory = self._memory
         places = memory.places(self._graph) if isinstance(memory, OnScheduler) else {}
-        tensors = map(self._home, self._copies.values())
+        tensors = map(self._home, self._tensors)
         return to_dot(tensors, self._inputs.values(), self._outputs, places)
 
     def _repr_svg_(self) -> str | None:

@@ -167,7 +167,7 @@ class OnScheduler:
     def allocate(self, compiled: Compiled) -> bool:
         if self.done:
             return False
-        tensors = list(compiled._copies.values())
+        tensors = compiled._tensors
         # ggml aborts over memory that it cannot have but where it reserves it; and it changes the
         # graph that it reserves for, so that it gets one more copy of it
         with copied(tensors) as (again, graph):
