@@ -1,4 +1,4 @@
-"""The README's programs run as printed, and are the examples; its links lead somewhere."""
+"""The programs of README and docs run; the README's are the examples; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCKS: list[tuple[str, str]] = BLOCK.findall(README)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+IN_DOCS = [
+    pytest.param(text, id=f"{page.stem}-{number}")
+    for page in DOCS
+    for number, (language, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
+    if language == "python"
+]
 
 
 def check_release(program: str) -> None:
@@ -58,6 +65,14 @@ def test_program(number: int, tmp_path: Path) -> None:
             assert out == text
 
 
+@pytest.mark.parametrize("text", IN_DOCS)
+def test_program_of_a_page(text: str, tmp_path: Path) -> None:
+    check_release(text)
+    program = tmp_path / "program.py"
+    program.write_text(text, encoding="utf-8")
+    run(program, tmp_path)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path, tmp_path: Path) -> None:
     check_release(example.read_text(encoding="utf-8"))
@@ -87,7 +102,37 @@ def test_commands_are_those_of_the_program() -> None:
             assert option in known
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda path: path.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
-            assert (ROOT / target).exists(), target
+            assert (page.parent / target).exists(), target
+
+
+def test_all_that_is_public_is_in_the_table() -> None:
+    import ggml_cffi
+
+    text = README + (ROOT / "docs" / "objects.md").read_text(encoding="utf-8")
+    errors = {name for name in ggml_cffi.__all__ if name.endswith("Error")}
+    for name in set(ggml_cffi.__all__) - errors:
+        assert re.search(rf"\b{name}\b", text), name
+
+
+def test_settings_are_said() -> None:
+    """Those that are read when the package is imported, or built."""
+    read = set()
+    for source in [*(ROOT / "src" / "ggml_cffi").glob("*.py"), ROOT / "build_ffi.py"]:
+        read |= set(re.findall(r"GGML_CFFI_[A-Z_]+[A-Z]", source.read_text(encoding="utf-8")))
+    assert "GGML_CFFI_NO_FAULTHANDLER" in read
+    read.discard("GGML_CFFI_LINK")  # for the tests of the build
+    assert {name for name in read if name not in README} == set()
+    extras = extras_of_the_project()
+    assert {"bfloat16"} <= extras and all(
+        f"[{name}]" in README for name in extras - {"dev", "test"}
+    )
+
+
+def extras_of_the_project() -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
+    return set(re.findall(r"^([\w-]+) = ", section, re.M))
