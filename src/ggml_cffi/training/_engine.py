@@ -1,0 +1,241 @@
+"""What training has of ggml: an optimisation context, and the graphs and memory that it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import capi
+from .._handles import address
+from .._loader import ffi, lib
+from ..capi import types
+from ..enums import ggml_op
+from ..errors import AbortError, NotSupportedError
+from ..graph import Graph
+from ..scheduler import Scheduler
+from ..tensor import Tensor
+from ._losses import Loss
+from ._optimizers import Optimizer
+from ._target import computing
+
+GRAPH_SIZE: int = capi.GGML_DEFAULT_GRAPH_SIZE
+"""Nodes that ggml makes its graphs for: results, gradients and steps together."""
+
+
+class Model(NamedTuple):
+    """What is trained, and how."""
+
+    inputs: Tensor
+    outputs: Tensor
+    parameters: tuple[Tensor, ...]
+    loss: Loss
+    optimizer: Optimizer
+
+
+class Moments(NamedTuple):
+    """What AdamW knows of a parameter: running means of its gradient, and of its square."""
+
+    m: npt.NDArray[np.float32]
+    v: npt.NDArray[np.float32]
+
+
+class Engine:
+    """An optimisation context of ggml's for a model, which makes a step of `period` batches.
+
+    The graph is a copy of the caller's, and the parameters stand-ins that share memory with his: so
+    nothing of his is marked as a parameter, and he may go on building with it. `steps` is what had
+    been made before.
+    """
+
+    closed = False  # as for the home of tensors
+
+    def __init__(self, model: Model, scheduler: Scheduler, period: int, steps: int) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self.period = period
+        self.first_step = steps
+        self.broken = self.undone = False
+        self._lock = threading.RLock()
+        self._lent = 0
+        self._made = contextlib.ExitStack()
+        try:
+            self._build()
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Free it all; its parameters stay as they are."""
+        self.closed = True
+        self._made.close()
+
+    # ---- building
+
+    def _build(self) -> None:
+        made, graph = self._made, Graph(self.model.outputs)
+        order = graph._order()
+        self._calls_python = any("CUSTOM" in ggml_op(one.op).name for one in order)
+        size = (len(order) + len(self.model.parameters) + 4 * GRAPH_SIZE) * (
+            capi.ggml_tensor_overhead()
+        ) + 3 * capi.ggml_graph_overhead_custom(GRAPH_SIZE, True)
+        self._context = capi.ggml_init(mem_size=size, no_alloc=True)
+        made.callback(capi.ggml_free, self._context)
+        stand_ins = {one._address: self._stand_in(one) for one in self.model.parameters}
+        copies = self._copy(order, stand_ins)
+
+        self._scheduler = capi.ggml_backend_sched_new(
+            [one.handle for one in self.scheduler.backends],
+            self.scheduler._buffer_types,
+            4 * GRAPH_SIZE,
+            False,
+            self.scheduler._op_offload,
+        )
+        made.callback(capi.ggml_backend_sched_free, self._scheduler)
+        self.inputs = copies[self.model.inputs._address]
+        self._allocate_inputs()
+        self.context = self._optimisation(copies[self.model.outputs._address])
+        made.callback(capi.ggml_opt_free, self.context)
+        self.labels = capi.ggml_opt_labels(self.context)
+
+    def _stand_in(self, parameter: Tensor) -> types.ggml_tensor:
+        original = parameter.handle
+        made = capi.ggml_new_tensor(self._context, original.type, list(original.ne))
+        capi.ggml_set_name(made, parameter.name)
+        capi.ggml_backend_tensor_alloc(original.buffer, made, original.data)
+        capi.ggml_set_param(made)
+        return made
+
+    def _copy(
+        self, order: Sequence[types.ggml_tensor], stand_ins: Mapping[int, types.ggml_tensor]
+    ) -> dict[int, types.ggml_tensor]:
+        originals = ffi.new("struct ggml_tensor *[]", list(order))
+        copies = ffi.new("struct ggml_tensor *[]", len(order))
+        lib.ggml_cffi_copy_tensors(self._context, originals, len(order), copies)
+        found = {}
+        for old, copy in zip(originals, copies, strict=True):
+            found[address(old)] = stand_ins.get(address(old), copy)
+            if copy == old:
+                continue  # it has memory, and no operands
+            for i in range(capi.GGML_MAX_SRC):
+                if copy.src[i]:
+                    copy.src[i] = stand_ins.get(address(copy.src[i]), copy.src[i])
+            if copy.view_src:
+                copy.view_src = stand_ins.get(address(copy.view_src), copy.view_src)
+        return found
+
+    def _tensor(self, handle: types.ggml_tensor, ndim: int) -> Tensor:
+        return Tensor(handle, self, ndim)  # type: ignore[arg-type] # as good a home
+
+    def _allocate_inputs(self) -> None:
+        kind = capi.ggml_backend_get_default_buffer_type(self.scheduler.backends[0].handle)
+        size = capi.ggml_backend_buft_get_alloc_size(kind, self.inputs)
+        buffer = capi.ggml_backend_buft_alloc_buffer(kind, size)
+        self._made.callback(capi.ggml_backend_buffer_free, buffer)
+        base = capi.ggml_backend_buffer_get_base(buffer)
+        assert base is not None  # inputs are not empty
+        capi.ggml_backend_tensor_alloc(buffer, self.inputs, base)
+
+    def _optimisation(self, outputs: types.ggml_tensor) -> types.ggml_opt_context:
+        """The context. It gets the optimiser's parameters from `_values` before each step."""
+        params: Any = capi.ggml_opt_default_params(self._scheduler, self.model.loss.type)
+        default = capi.ggml_opt_get_default_optimizer_params(None)
+        self._values: Any = ffi.new("struct ggml_opt_optimizer_params *", default)
+        params.ctx_compute = self._context
+        params.inputs = self.inputs
+        params.outputs = outputs
+        params.opt_period = self.period
+        params.optimizer = self.model.optimizer.type
+        params.get_opt_pars = ffi.addressof(lib, "ggml_opt_get_constant_optimizer_params")
+        params.get_opt_pars_ud = self._values
+        try:
+            return capi.ggml_opt_init(params)
+        except AbortError as error:
+            if "n_nodes < cgraph->size" in error.message:
+                raise NotSupportedError(
+                    f"ggml trains graphs of at most {GRAPH_SIZE} results, gradients and steps; "
+                    "with those this one has more"
+                ) from error
+            if "backward pass" in error.message or error.message.endswith("fatal error"):
+                names = {capi.ggml_op_desc(one.handle) for one in Graph(self.model.outputs).nodes}
+                raise NotSupportedError(
+                    "ggml has no gradient of one of the operations that outputs are made by: "
+                    + ", ".join(sorted(map(str, names)))
+                ) from error
+            raise
+
+    # ---- computing
+
+    def add(
+        self,
+        data: npt.NDArray[Any],
+        labels: npt.NDArray[np.float32] | None,
+        result: types.ggml_opt_result,
+        step: int,
+        last: bool,
+    ) -> None:
+        """Add the gradients of a batch; the last one of a period makes the step.
+
+        Data and labels are contiguous and have the dtypes of the tensors that they go into. After
+        an exception it is broken: ggml knows no way back to before the batch. A function of
+        Python's that raises does not keep ggml from making the step, which is undone then.
+        """
+        values = self.model.optimizer._values(step, step - self.first_step)
+        for kind, fields in values.items():
+            for name, value in fields.items():
+                setattr(getattr(self._values, kind), name, value)
+        with computing(self.scheduler):
+            capi.ggml_opt_alloc(self.context, True)
+            _write(self.inputs, data)
+            if self.labels is not None and labels is not None:
+                _write(self.labels, labels)
+            before = self._snapshot() if last and self._calls_python else None
+            try:
+                capi.ggml_opt_eval(self.context, result)
+            except BaseException:
+                if before is not None:
+                    self._restore(before)
+                    self.undone = True
+                raise
+
+    def _snapshot(self) -> tuple[list[npt.NDArray[Any]], dict[int, Moments]]:
+        return [one.numpy(copy=True) for one in self.model.parameters], self.moments()
+
+    def _restore(self, before: tuple[list[npt.NDArray[Any]], dict[int, Moments]]) -> None:
+        for parameter, numbers in zip(self.model.parameters, before[0], strict=True):
+            parameter.set(numbers)
+        self.set_moments(before[1])
+
+    # ---- the optimiser's state
+
+    def moments(self) -> dict[int, Moments]:
+        """The state of AdamW, by the numbers of the parameters; of SGD there is none."""
+        return {n: Moments(m.numpy(True), v.numpy(True)) for n, (m, v) in self._moments().items()}
+
+    def set_moments(self, moments: Mapping[int, Moments]) -> None:
+        """Write what another one had."""
+        for number, (m, v) in self._moments().items():
+            m.set(moments[number].m)
+            v.set(moments[number].v)
+
+    def _moments(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Operands of the steps in the graph, for ggml has no function that gives them."""
+        numbers = {address(one.handle.data): i for i, one in enumerate(self.model.parameters)}
+        found = {}
+        tensor = capi.ggml_get_first_tensor(self._context)
+        while tensor is not None:
+            if tensor.op == ggml_op.GGML_OP_OPT_STEP_ADAMW:
+                parameter, m, v = (tensor.src[i] for i in (0, 2, 3))
+                number = numbers[address(parameter.data)]
+                ndim = self.model.parameters[number].ndim
+                found[number] = self._tensor(m, ndim), self._tensor(v, ndim)
+            tensor = capi.ggml_get_next_tensor(self._context, tensor)
+        return found
+
+
+def _write(tensor: types.ggml_tensor, numbers: npt.NDArray[Any]) -> None:
+    capi.ggml_backend_tensor_set(tensor, numbers.view(np.uint8), 0)

@@ -1,0 +1,67 @@
+"""Where to train: a scheduler for whatever a target is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from ..device import Backend, Device, device, devices
+from ..enums import ggml_backend_dev_type
+from ..errors import NotSupportedError
+from ..scheduler import Scheduler
+
+_CPU = ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
+
+
+def scheduler_for(
+    target: Device | Backend | Scheduler | str, n_threads: int | None
+) -> tuple[Scheduler, list[Backend | Scheduler]]:
+    """A scheduler on the target, and what has been made for it and is to be closed in the end.
+
+    Raises TypeError for what is no target, ValueError for `n_threads` of what has its own,
+    NotSupportedError for a meta device.
+    """
+    target = device(target) if isinstance(target, str) else target
+    if not isinstance(target, (Device, Backend, Scheduler)):
+        raise TypeError(
+            f"target is {target!r}, expected a Device, a Backend, a Scheduler or a name"
+        )
+    if n_threads is not None and not isinstance(target, Device):
+        raise ValueError(f"n_threads is the {type(target).__name__}'s to have")
+    if isinstance(target, Scheduler):
+        _check_devices(one.device for one in target.backends)
+        return target, []
+    _check_devices([target.device if isinstance(target, Backend) else target])
+    made: list[Backend | Scheduler] = []
+    try:
+        if isinstance(target, Device):
+            target = Backend(target, n_threads)
+            made.append(target)
+        backends = [target]
+        if target.device.type != _CPU:
+            backends.append(Backend(next(one for one in devices() if one.type == _CPU)))
+            made.append(backends[-1])
+        made.append(Scheduler(backends))
+    except BaseException:
+        for one in reversed(made):
+            one.close()
+        raise
+    found = made[-1]
+    assert isinstance(found, Scheduler)
+    return found, made
+
+
+def _check_devices(found: Iterable[Device]) -> None:
+    for one in found:
+        if one.type.name.endswith("_META"):
+            raise NotSupportedError(f"{one!r}: ggml cannot train on a meta device")
+
+
+@contextlib.contextmanager
+def computing(scheduler: Scheduler) -> Iterator[None]:
+    """While nobody else computes on the scheduler's backends."""
+    with contextlib.ExitStack() as held:
+        held.enter_context(scheduler._lock)
+        for backend in sorted(scheduler.backends, key=id):  # all threads in the same order
+            held.enter_context(backend._lock)
+        yield

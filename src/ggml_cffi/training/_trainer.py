@@ -1,0 +1,561 @@
+"""The trainer: fits weights to data, measures, predicts, saves and loads."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import capi
+from .._handles import Owned
+from ..capi import types
+from ..device import Backend, Device
+from ..dtypes import is_quantized
+from ..enums import ggml_op, ggml_opt_loss_type, ggml_type
+from ..errors import GGUFError
+from ..graph import Compiled, Graph
+from ..scheduler import Scheduler
+from ..tensor import Tensor, check_numbers
+from . import _checkpoint
+from ._dataset import Dataset, count
+from ._engine import Engine, Model, Moments
+from ._losses import Loss
+from ._optimizers import SGD, AdamW, Optimizer
+from ._progress import Bar
+from ._target import computing, scheduler_for
+
+__all__ = ["Trainer"]
+
+Record = dict[str, float]
+"""Numbers of an epoch by name: ``loss``, ``accuracy``, ``val_loss``, ``val_accuracy``."""
+
+OnEpoch = Callable[[int, Record], object]
+"""Called after each epoch, the first one being 1; training ends where it returns False."""
+
+
+class _Store:
+    """What a trainer has of ggml."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.engine: Engine | None = None
+        self.forward: Compiled | None = None
+        self.own: list[Backend | Scheduler] = []
+
+    def free(self) -> None:
+        with self.lock:
+            try:
+                if self.engine is not None:
+                    self.engine.free()
+                if self.forward is not None:
+                    self.forward.close()
+            finally:
+                for one in reversed(self.own):
+                    one.close()
+
+
+class Trainer(Owned[_Store]):
+    """Fits the weights that `outputs` are made from, so that a loss over a `Dataset` gets small.
+
+    `inputs` is a tensor without memory, of shape ``(batch, ...)`` (`Context.input`); `outputs` are
+    float32 of shape ``(batch, k)``, made from it and from weights that have memory. The weights are
+    changed where they lie: graphs that are compiled from them see each step. `parameters` are those
+    that are trained, by default all float32 tensors with memory that `outputs` are made from; name
+    them where some of those are constants.
+
+    `loss` is the mean over the data of one of these, or ggml's enumerator:
+
+    - ``"cross_entropy"``: of softmax(outputs) and labels, which are classes or probabilities
+    - ``"mean_squared_error"``: of outputs and labels, the mean over k
+    - ``"mean"``: of the outputs themselves, which are a loss of your own; there are no labels
+    - ``"sum"``: likewise, but the sum over all data of a step, which `optimizer` then sees
+
+    `optimizer` is an `AdamW`, the default, or an `SGD`. `target` is what trains: a device, a
+    backend, a scheduler or a device's name, with `n_threads` if it is a device. `seed` decides the
+    order of the data: the same one gives the same weights on the same machine.
+
+    ggml has room for 2,048 results, gradients and steps together, and none for training on a meta
+    device. Closing a trainer leaves the weights as they are. Several threads may use one: each
+    waits for the others.
+
+    Raises ValueError for tensors that are not as above and for a parameter that `outputs` are not
+    made from, NotSupportedError for a meta device, for an operation that ggml has no gradient of
+    and for a graph that is too large, MemoryError where the device has too little memory.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        loss: ggml_opt_loss_type | int | str = "cross_entropy",
+        optimizer: Optimizer | None = None,
+        parameters: Iterable[Tensor] | None = None,
+        target: Device | Backend | Scheduler | str = "CPU",
+        n_threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        optimizer = AdamW() if optimizer is None else optimizer
+        if not isinstance(optimizer, (AdamW, SGD)):
+            raise TypeError(f"optimizer is {optimizer!r}, expected an AdamW or an SGD")
+        kind = Loss(loss)
+        graph = _graph(inputs, outputs)
+        chosen = _parameters(graph, parameters)
+        seed = count("seed", seed, 0)
+        scheduler, own = scheduler_for(target, n_threads)
+        store = _Store()
+        store.own = own
+        super().__init__(store, _Store.free, (*graph._contexts, scheduler))
+        self._lock = store.lock
+        self._names = [one.name for one in chosen]  # ggml names those of a graph that have none
+        self._model = Model(inputs, outputs, chosen, kind, optimizer)
+        self._width = outputs.shape[1]
+        self._dtype = inputs.dtype
+        self._batch = inputs.shape[0]
+        self._scheduler = scheduler
+        self._seed = seed
+        self._steps = self._epochs = 0
+        self._moments: dict[int, Moments] = {}
+        self._busy = False
+        self.history: dict[str, list[float]] = {}
+        try:
+            self._engine(1)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what it is
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The tensors that are trained."""
+        return self._model.parameters
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimiser."""
+        return self._model.optimizer
+
+    @property
+    def loss(self) -> str:
+        """The name of the loss."""
+        return self._model.loss.name
+
+    @property
+    def steps(self) -> int:
+        """How many steps the optimiser has made."""
+        return self._steps
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs have been completed."""
+        return self._epochs
+
+    @property
+    def batch(self) -> int:
+        """How many data are computed at a time, as `inputs` says."""
+        return self._batch
+
+    # ---- training
+
+    def fit(
+        self,
+        dataset: Dataset,
+        epochs: int = 1,
+        batch_size: int | None = None,
+        *,
+        validation_split: float = 0.0,
+        validation_data: Dataset | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        on_epoch: OnEpoch | None = None,
+        progress: bool | None = None,
+    ) -> dict[str, list[float]]:
+        """Train for so many epochs, going through all data in each; gives the history of them.
+
+        `batch_size` data make a step of the optimiser, a multiple of the batch of `inputs`, which
+        it is by default: gradients of several batches are added up. It must divide the data for
+        training, unless `drop_last` leaves out the rest in each epoch, another one each time where
+        the order is shuffled.
+
+        For validation there is `validation_data`, or the last part of the data set, the fraction
+        `validation_split` of it (0 to below 1), which is not trained with.
+
+        The history has a number for each epoch: ``loss``, the mean over the epoch while weights
+        change, ``accuracy`` (of the cross entropy only, 0 to 1), and ``val_loss`` and
+        ``val_accuracy`` after it where there is validation. `history` of the trainer has those of
+        all calls, NaN where one had no validation. ``on_epoch(epoch, numbers)`` is told them, and
+        ends training by returning False.
+
+        A bar on stderr shows the progress with tqdm if it is installed, stderr is a terminal and it
+        takes over a second; ``progress=False``: never, ``progress=True``: also where it is none.
+
+        After an exception, an interrupt among them, the weights are those of the last step, and
+        training can go on; the epoch that has not been completed is done from its begin then.
+
+        Raises ValueError and TypeError for data, labels and batch sizes that do not fit, IndexError
+        for data that are indices out of range, AbortError where ggml gives up, and what `on_epoch`
+        and a schedule raise.
+        """
+        with self._lock:
+            self._check(dataset)
+            epochs = count("epochs", epochs)
+            training, validation = _split(dataset, validation_split, validation_data)
+            if validation is not None:
+                self._check(validation)
+            size = self._batch_size(batch_size)
+            n_steps = len(training) // size
+            rest = len(training) % size
+            if not n_steps or (rest and not drop_last):
+                raise ValueError(
+                    f"there are {len(training)} data for training, expected a multiple of "
+                    f"batch_size {size}"
+                    + (f"; drop_last=True leaves out {rest} in each epoch" if n_steps else "")
+                )
+            found: dict[str, list[float]] = {}
+            with Bar(epochs * n_steps * (size // self._batch), progress) as bar:
+                for number in range(1, epochs + 1):
+                    bar.describe(f"epoch {number}/{epochs}")
+                    record = self._epoch(training, size, n_steps, shuffle, bar)
+                    if validation is not None:
+                        told = self.evaluate(validation)
+                        record |= {f"val_{name}": value for name, value in told.items()}
+                    self._epochs += 1
+                    _append(found, record)
+                    _append(self.history, record)
+                    bar.show(record)
+                    if on_epoch is not None and on_epoch(self._epochs, dict(record)) is False:
+                        break
+            return found
+
+    def _epoch(self, dataset: Dataset, size: int, n_steps: int, shuffle: bool, bar: Bar) -> Record:
+        """Train with all data once. An exception leaves the engine to be made anew."""
+        rng = np.random.default_rng([self._seed, self._epochs])
+        order = dataset.order(rng) if shuffle else np.arange(len(dataset))
+        result = capi.ggml_opt_result_init()
+        try:
+            engine = self._engine(size // self._batch)
+            first = self._steps
+            try:
+                for step in range(n_steps):
+                    end = (step + 1) * size
+                    for at in range(step * size, end, self._batch):
+                        data, labels = self._rows(dataset, order[at : at + self._batch])
+                        last = at + self._batch == end
+                        with self._computing():
+                            engine.add(data, labels, result, first + step, last)
+                        if bar.update(1):
+                            bar.show(self._record(result))
+            except BaseException:
+                engine.broken = True
+                raise
+            finally:  # an interrupt comes when ggml is done with the step
+                done = capi.ggml_opt_result_ndata(result) - engine.undone * self._batch
+                self._steps = first + done // size
+            return self._record(result)
+        finally:
+            capi.ggml_opt_result_free(result)
+
+    def _engine(self, period: int) -> Engine:
+        """One that makes a step of so many batches; a new one where another is needed."""
+        store = self.handle
+        old = store.engine
+        if old is not None and old.period == period and not old.broken:
+            return old
+        if old is not None:
+            self._moments = old.moments()
+            store.engine = None
+            old.free()
+        store.engine = Engine(self._model, self._scheduler, period, self._steps)
+        if self._moments:
+            store.engine.set_moments(self._moments)
+        return store.engine
+
+    def _record(self, result: types.ggml_opt_result) -> Record:
+        found = {"loss": capi.ggml_opt_result_loss(result)[0]}
+        if self._model.loss.counts:
+            found["accuracy"] = capi.ggml_opt_result_accuracy(result)[0]
+        return found
+
+    # ---- using what has been trained
+
+    def evaluate(self, dataset: Dataset) -> Record:
+        """The ``loss`` over a data set, and the ``accuracy`` (0 to 1) of the cross entropy.
+
+        Any number of data: what is missing of the last batch is filled up with zeros, whose outputs
+        are not looked at. The loss is computed from the outputs in float64, by its definition.
+
+        Raises as `fit` does for data and labels that do not fit, ValueError where there are none.
+        """
+        with self._lock:
+            self._check(dataset)
+            if not len(dataset):
+                raise ValueError("the Dataset is empty: there is nothing to evaluate")
+            loss = self._model.loss
+            total, correct = 0.0, 0
+            for begin, outputs in self._outputs(dataset.data):
+                _, labels = self._rows(dataset, slice(begin, begin + len(outputs)))
+                total += loss.total(outputs, labels)
+                correct += loss.correct(outputs, labels) if loss.counts else 0
+            found = {"loss": total if loss.name == "sum" else total / len(dataset)}
+            if loss.counts:
+                found["accuracy"] = correct / len(dataset)
+            return found
+
+    def predict(self, data: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The outputs for data of shape ``(n, ...)``, as float32 of shape ``(n, k)``, for any n.
+
+        Of a classifier they are what softmax makes probabilities of; the class is
+        ``outputs.argmax(axis=1)``. Raises as `fit` does for data that do not fit.
+        """
+        with self._lock:
+            array = Dataset(data).data
+            self._check(Dataset(array), labels=False)
+            found = np.empty((len(array), self._width), np.float32)
+            for begin, outputs in self._outputs(array):
+                found[begin : begin + len(outputs)] = outputs
+            return found
+
+    def _outputs(self, data: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Where each batch begins, and its outputs."""
+        store = self.handle
+        if store.forward is None:
+            store.forward = Graph(self._model.outputs).compile(self._scheduler)
+        forward = store.forward
+        for begin in range(0, len(data), self._batch):
+            rows = data[begin : begin + self._batch]
+            n = len(rows)
+            if n < self._batch:
+                rows = np.concatenate(
+                    [rows, np.zeros((self._batch - n, *rows.shape[1:]), rows.dtype)]
+                )
+            with self._computing(), computing(self._scheduler):
+                outputs = forward.run(**{self._model.inputs.name: rows})
+            yield begin, next(iter(outputs.values()))[:n]
+
+    # ---- files
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer_state: bool = True,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the parameters to a GGUF file, by their names, and what it takes to go on with.
+
+        That is the number of steps and epochs and, of AdamW, its running means, twice as much as
+        the weights; without `optimizer_state` none of it. Tensors and keys of it begin with
+        ``training.``. `metadata` is written as `GGUFWriter.update` does. The file is whole, or what
+        it was before.
+
+        Raises ValueError for parameters without a name or with the same one, OSError.
+        """
+        with self._lock:
+            state = None
+            if optimizer_state:
+                moments = self._current_moments()
+                state = _checkpoint.State(self._name, self._steps, self._epochs, moments)
+            _checkpoint.save(path, self._named(), state, metadata or {})
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read the parameters from a GGUF file, by their names; of any type, as float32.
+
+        With the state that `save` wrote, training goes on as if it had never been interrupted;
+        without one, the optimiser begins anew. `history` stays as it is.
+
+        Raises GGUFError where the file lacks a parameter, has another shape of it or the state of
+        another optimiser; then nothing has changed. OSError where it cannot be read.
+        """
+        with self._lock:
+            self.handle  # noqa: B018 # raises where it is closed
+            numbers, state = _checkpoint.load(path, self._named())
+            if state is None:
+                state = _checkpoint.State(self._name, 0, 0, {})
+            elif state.optimizer != self._name:
+                raise GGUFError(
+                    f"{os.fspath(path)}: the state is that of {state.optimizer}, "
+                    f"expected {self._name}"
+                )
+            elif state.steps and state.moments.keys() != self._current_moments().keys():
+                raise GGUFError(f"{os.fspath(path)}: the state lacks parameters, or has others")
+            for parameter, array in zip(self.parameters, numbers, strict=True):
+                parameter.set(array)
+            self._steps, self._epochs = state.steps, state.epochs
+            self._restart(state.moments)
+
+    def _named(self) -> dict[str, Tensor]:
+        _checkpoint.check_names(self._names)
+        return dict(zip(self._names, self.parameters, strict=True))
+
+    def _current_moments(self) -> dict[int, Moments]:
+        engine = self.handle.engine
+        return self._moments if engine is None else engine.moments()
+
+    def _restart(self, moments: dict[int, Moments]) -> None:
+        """Go on with these, or from nothing."""
+        store = self.handle
+        period = 1
+        if store.engine is not None:
+            period, old, store.engine = store.engine.period, store.engine, None
+            old.free()
+        self._moments = moments
+        self._engine(period)
+
+    # ---- closing
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        self.handle  # noqa: B018 # raises where a callback has closed it
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _close(self) -> None:
+        """What is called by a computation of its own cannot close it; other threads wait."""
+        with self._lock:
+            if self._busy:
+                raise ValueError("the Trainer computes: it stays open")
+            super()._close()
+
+    # ---- checks
+
+    @property
+    def _name(self) -> str:
+        return capi.ggml_opt_optimizer_name(self._model.optimizer.type) or ""
+
+    def _batch_size(self, batch_size: int | None) -> int:
+        size = self._batch if batch_size is None else count("batch_size", batch_size)
+        if size % self._batch:
+            raise ValueError(
+                f"batch_size is {size}, expected a multiple of {self._batch}, the batch of inputs"
+            )
+        return size
+
+    def _check(self, dataset: Dataset, labels: bool = True) -> None:
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"a {type(dataset).__name__} was given, expected a Dataset")
+        self.handle  # noqa: B018 # raises where it is closed
+        inputs, data = self._model.inputs, dataset.data
+        if data.shape[1:] != inputs.shape[1:]:
+            wanted = ", ".join(map(str, ("n", *inputs.shape[1:])))
+            raise ValueError(f"data has shape {data.shape}, expected ({wanted})")
+        if len(data):
+            row = np.broadcast_to(data[:1], inputs.shape)
+            check_numbers(inputs, row, "same_kind")
+        if labels:
+            self._model.loss.check_labels(dataset, self._width)
+
+    def _rows(
+        self, dataset: Dataset, chosen: npt.NDArray[np.int64] | slice
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
+        data = np.ascontiguousarray(dataset.data[chosen], self._dtype)
+        labels = dataset.labels
+        return data, None if labels is None else self._model.loss.rows(labels[chosen], self._width)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<Trainer closed>"
+        return f"<Trainer of {len(self.parameters)} parameters after {self._steps} steps>"
+
+
+def _append(history: dict[str, list[float]], record: Record) -> None:
+    """One more epoch: NaN for what only others have."""
+    n = max(map(len, history.values()), default=0)
+    for name in dict.fromkeys([*history, *record]):
+        numbers = history.setdefault(name, [math.nan] * n)
+        numbers.append(record.get(name, math.nan))
+
+
+def _graph(inputs: Tensor, outputs: Tensor) -> Graph:
+    """The graph of the outputs, which needs nothing but the inputs."""
+    for name, one in {"inputs": inputs, "outputs": outputs}.items():
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{name} is a {type(one).__name__}, expected a Tensor")
+    graph = Graph(outputs)
+    tensors = graph.tensors
+    if inputs not in tensors or not graph._is_input(inputs):
+        raise ValueError(
+            f"inputs is {inputs!r}, expected a tensor without memory that outputs are made from"
+        )
+    if not inputs.ndim or not inputs.size or not inputs.name:
+        raise ValueError(f"inputs is {inputs!r}, expected a name and a shape (batch, ...)")
+    if is_quantized(inputs.type):
+        raise ValueError(f"inputs is {inputs!r}, expected numbers that are not quantised")
+    if outputs.ndim != 2 or outputs.shape[0] != inputs.shape[0] or not outputs.size:
+        raise ValueError(
+            f"outputs has shape {outputs.shape}, expected ({inputs.shape[0]}, k): a row for each "
+            "datum of inputs"
+        )
+    if outputs.type != ggml_type.GGML_TYPE_F32:
+        raise ValueError(f"outputs is {outputs!r}, expected f32")
+    for one in tensors:
+        if one != inputs and graph._is_input(one) and one.size:
+            raise ValueError(
+                f"outputs are also made from {one!r}, which has no memory; Context.allocate gives "
+                "it to weights and constants"
+            )
+    return graph
+
+
+def _parameters(graph: Graph, chosen: Iterable[Tensor] | None) -> tuple[Tensor, ...]:
+    """Those that are trained."""
+    there = graph.tensors
+    if chosen is None:
+        found = [one for one in there if not _why_not(one)]
+        if not found:
+            raise ValueError(
+                "outputs are made from no float32 tensor with memory: nothing to train"
+            )
+        return tuple(found)
+    if isinstance(chosen, Tensor) or not isinstance(chosen, Iterable):
+        raise TypeError(f"parameters is {chosen!r}, expected several Tensors")
+    found = []
+    for one in chosen:
+        if not isinstance(one, Tensor):
+            raise TypeError(f"parameters has a {type(one).__name__}, expected a Tensor")
+        if one not in there:
+            raise ValueError(f"outputs are not made from the parameter {one!r}")
+        if why := _why_not(one):
+            raise ValueError(f"the parameter {one!r} {why}")
+        if one in found:
+            raise ValueError(f"parameters has {one!r} twice")
+        found.append(one)
+    if not found:
+        raise ValueError("parameters is empty: there is nothing to train")
+    return tuple(found)
+
+
+def _why_not(tensor: Tensor) -> str:
+    """Why a tensor cannot be trained; an empty text where it can."""
+    if tensor.op != ggml_op.GGML_OP_NONE or tensor.handle.view_src:
+        return "is a result of others"
+    if not tensor.handle.buffer or not tensor.size:
+        return "has no memory"
+    if tensor.type != ggml_type.GGML_TYPE_F32:
+        return "is not of f32"
+    return ""
+
+
+def _split(
+    dataset: Dataset, fraction: float, given: Dataset | None
+) -> tuple[Dataset, Dataset | None]:
+    """The data for training, and those for validation."""
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float, np.number)):
+        raise TypeError(f"validation_split is {fraction!r}, expected a number")
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation_split is {fraction}, expected 0 to below 1")
+    if not fraction:
+        return dataset, given
+    if given is not None:
+        raise ValueError("both validation_split and validation_data were given")
+    n = round(len(dataset) * float(fraction))
+    if not n:
+        raise ValueError(f"validation_split is {fraction}: that is none of {len(dataset)} data")
+    return dataset[: len(dataset) - n], dataset[len(dataset) - n :]

@@ -1,0 +1,832 @@
+"""Training: losses, gradients and steps against NumPy and PyTorch; what comes out of an exception.
+
+The network, in ggml and in NumPy, is in _network.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import math
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from _network import BATCH, N_IN, N_OUT, Network, Reference, data, one_hot
+from _release import needs_meta
+
+from ggml_cffi import AbortError, MetaDevice, NotSupportedError, SplitState, device, ops
+from ggml_cffi.context import Context
+from ggml_cffi.device import Backend
+from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
+from ggml_cffi.graph import Graph
+from ggml_cffi.scheduler import Scheduler
+from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _progress
+
+X, CLASSES = data()
+LOSSES = ("cross_entropy", "mean_squared_error", "mean", "sum")
+OPTIMIZERS = [
+    SGD(0.05),
+    SGD(0.05, weight_decay=0.1),
+    AdamW(0.01),
+    AdamW(0.02, beta1=0.8, beta2=0.95, epsilon=1e-4, weight_decay=0.1),
+]
+
+
+@pytest.fixture
+def ctx() -> Any:
+    with Context() as context:
+        yield context
+
+
+def trainer(network: Network, **options: Any) -> Trainer:
+    options.setdefault("n_threads", None if "target" in options else 1)
+    return Trainer(network.x, network.y, **options)
+
+
+def labels_for(loss: str) -> Any:
+    """Labels, and what they are to the reference."""
+    if loss == "cross_entropy":
+        return CLASSES, one_hot(CLASSES)
+    if loss == "mean_squared_error":
+        made = np.random.default_rng(2).standard_normal((len(X), N_OUT))
+        return made, made
+    return None, np.zeros((len(X), N_OUT))
+
+
+def check(network: Network, reference: Reference, rtol: float = 1e-4) -> None:
+    for name, found in network.numbers().items():
+        np.testing.assert_allclose(found, reference.weights[name], rtol, 1e-5, err_msg=name)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_are_those_of_numpy(ctx: Context, loss: str, optimizer: Any) -> None:
+    network, reference = Network(ctx), Reference()
+    labels, rows = labels_for(loss)
+    made = trainer(network, loss=loss, optimizer=optimizer)
+    for epoch in range(3):
+        losses = []
+        for begin in range(0, len(X), BATCH):
+            batch = X[begin : begin + BATCH], rows[begin : begin + BATCH]
+            losses.append(reference.loss(loss, *batch)[0])
+            reference.step(loss, *batch, optimizer, optimizer.learning_rate)
+        history = made.fit(Dataset(X, labels), shuffle=False)
+        expected = sum(losses) if loss == "sum" else np.mean(losses)
+        assert history["loss"] == [pytest.approx(expected, rel=1e-4)]
+        assert made.steps == reference.steps == 6 * (epoch + 1)
+        check(network, reference)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_numpy(ctx: Context, loss: str) -> None:
+    """Of several batches together, which a step of SGD tells."""
+    network, reference = Network(ctx), Reference()
+    labels, rows = labels_for(loss)
+    before = network.numbers()
+    gradients = reference.gradients(loss, X, rows)
+    rate = 0.25
+    trainer(network, loss=loss, optimizer=SGD(rate)).fit(Dataset(X, labels), batch_size=len(X))
+    for name, after in network.numbers().items():
+        found = (before[name] - after) / rate
+        np.testing.assert_allclose(found, gradients[name], 1e-3, 1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=repr)
+def test_gradients_of_several_batches_make_a_step(ctx: Context, optimizer: Any) -> None:
+    network, reference = Network(ctx), Reference()
+    made = trainer(network, optimizer=optimizer)
+    for size in (2 * BATCH, 2 * BATCH, BATCH, 3 * BATCH):  # each begins a context of its own
+        for begin in range(0, len(X), size):
+            batch = X[begin : begin + size], one_hot(CLASSES)[begin : begin + size]
+            reference.step("cross_entropy", *batch, optimizer, optimizer.learning_rate)
+        made.fit(Dataset(X, CLASSES), batch_size=size, shuffle=False)
+    assert made.steps == reference.steps == 3 + 3 + 6 + 2
+    check(network, reference)
+
+
+def test_labels_may_be_probabilities(ctx: Context) -> None:
+    network, reference = Network(ctx), Reference()
+    rows = np.random.default_rng(5).dirichlet(np.ones(N_OUT), len(X))
+    made = trainer(network, optimizer=SGD(0.1))
+    expected = reference.loss("cross_entropy", X, rows)[0]
+    assert made.evaluate(Dataset(X, rows))["loss"] == pytest.approx(expected, rel=1e-5)
+    made.fit(Dataset(X[:BATCH], rows[:BATCH]))
+    reference.step("cross_entropy", X[:BATCH], rows[:BATCH], made.optimizer, 0.1)
+    check(network, reference)
+
+
+def test_a_learning_rate_that_is_a_function_of_the_step(ctx: Context) -> None:
+    network, reference = Network(ctx), Reference()
+    asked = []
+
+    def rate(step: int) -> float:
+        asked.append(step)
+        return 0.0 if step == 0 else 0.1 / step  # ggml itself refuses 0
+
+    made = trainer(network, optimizer=AdamW(rate))
+    made.fit(Dataset(X, CLASSES), 2, shuffle=False)
+    for step in range(12):
+        begin = step * BATCH % len(X)
+        batch = X[begin : begin + BATCH], one_hot(CLASSES)[begin : begin + BATCH]
+        reference.step("cross_entropy", *batch, made.optimizer, 0.1 / step if step else 0)
+    assert sorted(set(asked)) == list(range(12))
+    check(network, reference)
+
+
+@pytest.mark.slow
+def test_steps_are_those_of_pytorch(ctx: Context, need: Any) -> None:
+    need(importlib.util.find_spec("torch"), "PyTorch")
+    import torch
+
+    for kind, optimizer in itertools.product(LOSSES[:2], OPTIMIZERS):
+        with Context() as other:
+            network = Network(other)
+            theirs = {n: torch.nn.Parameter(torch.tensor(w)) for n, w in network.numbers().items()}
+            if isinstance(optimizer, AdamW):
+                stepper: Any = torch.optim.AdamW(
+                    theirs.values(),
+                    optimizer.learning_rate,
+                    (optimizer.beta1, optimizer.beta2),
+                    optimizer.epsilon,
+                    optimizer.weight_decay,
+                )
+            else:  # theirs adds the decay to the gradient, which is the same without momentum
+                stepper = torch.optim.SGD(
+                    theirs.values(), optimizer.learning_rate, weight_decay=optimizer.weight_decay
+                )
+            labels, _ = labels_for(kind)
+            targets = torch.tensor(labels if kind == "cross_entropy" else np.float32(labels))
+            measure = getattr(torch.nn.functional, "mse_loss" if kind != "cross_entropy" else kind)
+            made = trainer(network, loss=kind, optimizer=optimizer)
+            for _ in range(2):
+                for begin in range(0, len(X), BATCH):
+                    x = torch.tensor(X[begin : begin + BATCH])
+                    hidden = torch.relu(x @ theirs["w1"].T + theirs["b1"])
+                    stepper.zero_grad()
+                    y = hidden @ theirs["w2"].T + theirs["b2"]
+                    measure(y, targets[begin : begin + BATCH]).backward()
+                    stepper.step()
+            made.fit(Dataset(X, labels), 2, shuffle=False)
+            for name, found in network.numbers().items():
+                np.testing.assert_allclose(found, theirs[name].detach().numpy(), 1e-4, 1e-5)
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("n", [1, BATCH - 1, BATCH, 2 * BATCH + 3])
+def test_evaluate_and_predict_any_number_of_data(ctx: Context, loss: str, n: int) -> None:
+    network, reference = Network(ctx), Reference()
+    labels, rows = labels_for(loss)
+    made = trainer(network, loss=loss)
+    found = made.evaluate(Dataset(X[:n], None if labels is None else labels[:n]))
+    expected = {"loss": pytest.approx(reference.loss(loss, X[:n], rows[:n])[0], rel=1e-5)}
+    if loss == "cross_entropy":
+        right = reference.outputs(X[:n]).argmax(axis=1) == CLASSES[:n]
+        expected["accuracy"] = right.mean()
+    assert found == expected
+    np.testing.assert_allclose(made.predict(X[:n]), reference.outputs(X[:n]), 1e-4, 1e-5)
+    assert made.steps == 0 and made.predict(X[:0]).shape == (0, N_OUT)
+
+
+def test_what_is_measured_in_training_is_what_evaluate_says(ctx: Context) -> None:
+    """ggml's loss and accuracy, of a single step, and ours before it."""
+    made = trainer(Network(ctx))
+    everything = Dataset(X, CLASSES)
+    before = made.evaluate(everything)
+    history = made.fit(everything, batch_size=len(X))
+    assert history["accuracy"] == [before["accuracy"]]
+    assert history["loss"] == [pytest.approx(before["loss"], rel=1e-5)]
+
+
+def test_weights_are_trained_where_they_lie(ctx: Context) -> None:
+    """A graph that was compiled before sees them, and so do views of NumPy's."""
+    network = Network(ctx)
+    compiled = Graph(network.y).compile("CPU")
+    view = network.weights["b2"].numpy()
+    before = view.copy()
+    with trainer(network) as made:
+        made.fit(Dataset(X, CLASSES))
+        assert not np.array_equal(view, before)
+        np.testing.assert_allclose(compiled(x=X[:BATCH]), made.predict(X[:BATCH]), 1e-6)
+    assert not np.array_equal(view, before)
+    del view
+
+
+def test_a_graph_is_not_changed_by_training(ctx: Context) -> None:
+    network = Network(ctx)
+    flags = [one.handle.flags for one in Graph(network.y).tensors]
+    with trainer(network) as made:
+        made.fit(Dataset(X, CLASSES))
+        assert [one.handle.flags for one in Graph(network.y).tensors] == flags
+
+
+def test_only_the_parameters_are_trained(ctx: Context) -> None:
+    network = Network(ctx)
+    before = network.numbers()
+    chosen = [network.weights["w2"], network.weights["b2"]]
+    with trainer(network, parameters=chosen) as made:
+        assert made.parameters == tuple(chosen)
+        made.fit(Dataset(X, CLASSES))
+    after = network.numbers()
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"w2", "b2"}
+
+
+def test_parameters_by_themselves_are_all_that_can_be_trained(ctx: Context) -> None:
+    x = ctx.input((2, 4), name="x")
+    w = ctx.from_numpy(np.ones((3, 4), np.float32), name="w")
+    frozen = ctx.from_numpy(np.ones((4, 4), np.float16), name="frozen")
+    unused = ctx.from_numpy(np.ones(3, np.float32), name="unused")
+    ctx.allocate("CPU")
+    with Trainer(x, (x @ frozen.T) @ w.T, n_threads=1) as made:
+        assert made.parameters == (w,) and unused not in made.parameters
+
+
+def test_parts_of_a_weight_are_trained_with_it(ctx: Context) -> None:
+    """Views of a parameter, one made before it had memory and one after."""
+    w = ctx.from_numpy(np.ones((4, 5), np.float32), name="w")
+    early = w[:2]
+    x = ctx.input((3, 5), name="x")
+    ctx.allocate("CPU")
+    y = x @ early.T + x @ w[2:].T
+    rows = np.random.default_rng(0).standard_normal((3, 5), dtype=np.float32)
+    with Trainer(x, y, "sum", SGD(0.5), n_threads=1) as made:
+        assert made.parameters == (w,)
+        made.fit(Dataset(rows))
+    expected = 1 - 0.5 * np.broadcast_to(rows.sum(axis=0), (4, 5))
+    np.testing.assert_allclose(w.numpy(), expected, 1e-5)
+
+
+def test_indices_as_data(ctx: Context) -> None:
+    """An embedding: int32 data of one axis; those out of range are refused before anything runs."""
+    table = ctx.from_numpy(np.zeros((4, 3), np.float32), name="table")
+    ids = ctx.input((2,), "i32", name="ids")
+    ctx.allocate("CPU")
+    with Trainer(ids, ops.get_rows(table, ids), optimizer=SGD(1.0), n_threads=1) as made:
+        made.fit(Dataset(np.int32([0, 1, 2, 0]), [0, 1, 2, 0]), 20)
+        assert made.predict(np.int32([0, 1, 2])).argmax(axis=1).tolist() == [0, 1, 2]
+        assert (table.numpy()[3] == 0).all()
+        with pytest.raises(IndexError, match=r"index 4 .* 0 \.\.\. 3"):
+            made.fit(Dataset(np.int32([0, 4]), [0, 1]))
+        made.fit(Dataset(np.int32([0, 1]), [0, 1]))
+
+
+# ---- order
+
+
+def weights_after(seed: int, shuffle: bool = True, shard: int = 1) -> Any:
+    with Context() as context:
+        network = Network(context)
+        with trainer(network, seed=seed) as made:
+            made.fit(Dataset(X, CLASSES, shard), 3, shuffle=shuffle)
+        return network.numbers()["w1"]
+
+
+def test_a_seed_decides_the_order() -> None:
+    first = weights_after(0)
+    np.testing.assert_array_equal(weights_after(0), first)
+    assert not np.array_equal(weights_after(1), first)
+    assert not np.array_equal(weights_after(0, shuffle=False), first)
+    assert not np.array_equal(weights_after(0, shard=7), first)
+
+
+@pytest.mark.parametrize("shard", [1, 4, 7, 100])
+def test_shards_stay_together(shard: int) -> None:
+    order = Dataset(X, CLASSES, shard).order(np.random.default_rng(0))
+    assert sorted(order) == list(range(len(X)))
+    followed = sum(b == a + 1 for a, b in itertools.pairwise(order))
+    assert followed >= len(X) - 1 - len(X) // shard
+    assert (order.tolist() == list(range(len(X)))) is (shard == 100)
+
+
+def test_each_epoch_has_another_order_with_all_data(ctx: Context) -> None:
+    seen: list[Any] = []
+
+    def see(out: Any, x: Any) -> None:
+        seen.append(x.copy())
+        out[...] = x
+
+    network = Network(ctx, between=lambda x: ops.custom(see, x))
+    with trainer(network) as made:
+        made.fit(Dataset(X, CLASSES), 2)
+    epochs = np.concatenate(seen[:6]), np.concatenate(seen[6:])
+    assert not np.array_equal(*epochs)
+    for rows in epochs:
+        np.testing.assert_array_equal(np.sort(rows, axis=0), np.sort(X, axis=0))
+
+
+def test_a_rest_is_left_out_on_request(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    dataset = Dataset(X[:27], CLASSES[:27])
+    with pytest.raises(
+        ValueError, match=r"27 data.*multiple of batch_size 10; drop_last=True .* 7"
+    ):
+        made.fit(dataset)
+    made.fit(dataset, 2, drop_last=True)
+    assert made.steps == 4
+    with pytest.raises(ValueError, match=r"there are 5 data for training.*batch_size 10$"):
+        made.fit(dataset[:5], drop_last=True)
+
+
+# ---- validation, history, what is told
+
+
+def test_validation_is_not_trained_with(ctx: Context) -> None:
+    """The last part of the data; the history is that of an evaluation after each epoch."""
+    seen: list[float] = []
+
+    def see(out: Any, x: Any) -> None:
+        seen.extend(x[:, 0].tolist())
+        out[...] = x
+
+    network = Network(ctx, between=lambda x: ops.custom(see, x))
+    made = trainer(network)
+    told: list[Any] = []
+
+    def on_epoch(epoch: int, numbers: dict[str, float]) -> None:
+        told.append((epoch, numbers))
+        seen.clear()
+        assert made.evaluate(Dataset(X[40:], CLASSES[40:])) == {
+            "loss": numbers["val_loss"],
+            "accuracy": numbers["val_accuracy"],
+        }
+        assert set(X[40:, 0].tolist()) <= set(seen)
+        seen.clear()
+
+    history = made.fit(Dataset(X, CLASSES), 3, validation_split=1 / 3, on_epoch=on_epoch)
+    assert made.steps == 3 * 4 and made.epochs == 3
+    assert [epoch for epoch, _ in told] == [1, 2, 3]
+    assert history == {name: [n[name] for _, n in told] for name in told[0][1]}
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+    seen.clear()
+    made.fit(Dataset(X, CLASSES)[:40])
+    assert not set(X[40:, 0].tolist()) & set(seen)
+
+
+def test_validation_data_of_their_own(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    validation = Dataset(*data(17, seed=9))
+    history = made.fit(Dataset(X, CLASSES), 2, validation_data=validation)
+    assert history["val_accuracy"][-1] == made.evaluate(validation)["accuracy"]
+    with pytest.raises(ValueError, match="both validation_split and validation_data"):
+        made.fit(Dataset(X, CLASSES), validation_split=0.5, validation_data=validation)
+
+
+def test_the_history_of_all_calls(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    first = made.fit(Dataset(X, CLASSES), 2)
+    second = made.fit(Dataset(X, CLASSES), validation_split=0.5)
+    assert set(first) == {"loss", "accuracy"} and len(second["val_loss"]) == 1
+    assert made.history["loss"] == first["loss"] + second["loss"]
+    *missing, last = made.history["val_loss"]
+    assert all(map(math.isnan, missing)) and len(missing) == 2 and [last] == second["val_loss"]
+
+
+def test_training_ends_where_on_epoch_says_so(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    history = made.fit(Dataset(X, CLASSES), 10, on_epoch=lambda epoch, numbers: epoch < 3)
+    assert len(history["loss"]) == made.epochs == 3
+
+
+def test_it_learns(ctx: Context) -> None:
+    made = trainer(Network(ctx), optimizer=AdamW(0.02))
+    dataset = Dataset(*data(600, seed=3))
+    history = made.fit(dataset, 20)
+    assert history["loss"][-1] < history["loss"][0] / 4
+    assert made.evaluate(Dataset(*data(205, seed=4)))["accuracy"] > 0.9
+
+
+# ---- what comes out of an exception
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("size", [BATCH, 3 * BATCH])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), AdamW(0.01)], ids=repr)
+def test_a_step_that_fails_changes_nothing(error: Any, size: int, optimizer: Any) -> None:
+    """In an operation, in the last batch of the second step; going on is as if it had not been."""
+    found = []
+    for fails in (False, True):
+        calls = [0]
+
+        def between(out: Any, x: Any, fails: bool = fails, calls: list[int] = calls) -> None:
+            calls[0] += 1
+            if fails and calls[0] == 2 * size // BATCH:
+                raise error("stop")
+            out[...] = x
+
+        with Context() as context:
+            network = Network(context, between=lambda x, f=between: ops.custom(f, x))
+            with trainer(network, optimizer=optimizer) as made:
+                dataset = Dataset(X, CLASSES)
+                if fails:
+                    with pytest.raises(error, match="stop"):
+                        made.fit(dataset, batch_size=size, shuffle=False)
+                else:
+                    made.fit(dataset[:size], batch_size=size, shuffle=False)
+                assert made.steps == 1
+                after_a_step = network.numbers()
+                made.fit(dataset, 2, batch_size=size, shuffle=False)
+                found.append((after_a_step, network.numbers()))
+                assert made.steps == 1 + 2 * len(X) // size
+    (step, end), (step_of_failed, end_of_failed) = found
+    for name in step:
+        np.testing.assert_array_equal(step_of_failed[name], step[name])
+        np.testing.assert_allclose(end_of_failed[name], end[name], 1e-5, 1e-6)
+
+
+def test_what_a_schedule_and_on_epoch_raise_comes_out(ctx: Context) -> None:
+    def rate(step: int) -> float:
+        if step == 8:
+            raise Stop("rate")
+        return 0.01 if step < 20 else -1.0
+
+    def fail(epoch: int, numbers: dict[str, float]) -> None:
+        raise Stop("epoch")
+
+    made = trainer(Network(ctx), optimizer=SGD(rate))
+    dataset = Dataset(X, CLASSES)
+    with pytest.raises(Stop, match="epoch"):
+        made.fit(dataset, 2, on_epoch=fail)
+    assert (made.steps, made.epochs, len(made.history["loss"])) == (6, 1, 1)
+    with pytest.raises(Stop, match="rate"):
+        made.fit(dataset, 2)
+    assert (made.steps, made.epochs, len(made.history["loss"])) == (8, 1, 1)
+    made._steps = 20
+    with pytest.raises(ValueError, match=r"learning_rate\(20\) is -1.0, expected 0 or more"):
+        made.fit(dataset)
+    assert made.evaluate(dataset)["loss"] > 0
+
+
+def test_an_abort_in_a_kernel_is_raised_and_training_goes_on(ctx: Context) -> None:
+    """An index that the graph itself makes, so that only the kernel looks at it; on one thread."""
+    table = ctx.from_numpy(np.eye(4, dtype=np.float32), name="table")
+    w = ctx.from_numpy(np.zeros((4, 4), np.float32), name="w")
+    x = ctx.input((2,), name="x")
+    ctx.allocate("CPU")
+    y = ops.get_rows(table, ops.cast(x, ggml_type.GGML_TYPE_I32)) @ w.T
+    good, bad = Dataset([0.0, 1.0], [0, 1]), Dataset([0.0, 7.0], [0, 1])
+    with Trainer(x, y, optimizer=AdamW(0.1), parameters=[w], n_threads=1) as made:
+        made.fit(good)
+        before = w.numpy(copy=True)
+        with pytest.raises(AbortError, match="GGML_ASSERT"):
+            made.fit(bad)
+        assert made.steps == 1
+        np.testing.assert_array_equal(w.numpy(), before)
+        made.fit(good, 50)
+        assert made.steps == 51 and made.evaluate(good)["accuracy"] == 1.0
+
+
+# ---- where it is computed, and by whom
+
+
+def test_targets_give_the_same_weights() -> None:
+    def train(target: Any, **options: Any) -> Any:
+        with Context() as context:
+            network = Network(context)
+            with trainer(network, target=target, **options) as made:
+                made.fit(Dataset(X, CLASSES))
+            return network.numbers()
+
+    cpu = device("CPU")
+    expected = train(cpu, n_threads=1)
+    found = [train("cpu"), train(cpu, n_threads=2)]
+    with Backend(cpu, 1) as one, Backend(cpu, 2) as two, Scheduler([one, two]) as scheduler:
+        found += [train(one), train(scheduler)]
+        assert not one.closed and not scheduler.closed
+    for weights in found:
+        for name in expected:
+            np.testing.assert_allclose(weights[name], expected[name], 1e-5, 1e-6)
+
+
+@needs_meta
+def test_a_meta_device_is_refused(ctx: Context) -> None:
+    network = Network(ctx)
+    with (
+        MetaDevice(["CPU"], lambda info, n: SplitState.mirrored()) as meta,
+        pytest.raises(NotSupportedError, match="cannot train on a meta device"),
+    ):
+        trainer(network, target=meta)
+
+
+def test_threads_take_turns(ctx: Context) -> None:
+    network = Network(ctx)
+    made = trainer(network)
+    dataset = Dataset(X, CLASSES)
+    compiled = Graph(network.y).compile("CPU", n_threads=1)
+    errors: list[BaseException] = []
+
+    def guard(work: Any) -> None:
+        try:
+            for _ in range(5):
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    works = [
+        *(lambda: made.fit(dataset, 2) for _ in range(3)),
+        lambda: made.predict(X),
+        lambda: made.evaluate(dataset),
+        lambda: compiled(x=X[:BATCH]),
+    ]
+    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [] and made.epochs == 3 * 5 * 2 and made.steps == 6 * made.epochs
+
+
+# ---- closing
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_every_order_of_closing(order: Any) -> None:
+    context = Context()
+    network = Network(context)
+    backend = Backend(device("CPU"), 1)
+    scheduler = Scheduler([backend])
+    made = trainer(network, target=scheduler)
+    made.fit(Dataset(X, CLASSES))
+    things = [context, backend, scheduler, made]
+    for number in order:
+        things[number].close()
+        things[number].close()
+        assert made.closed
+        assert backend.closed or number != 1
+    for use in (made.fit, made.evaluate):
+        with pytest.raises(ValueError, match="the Trainer is closed"):
+            use(Dataset(X, CLASSES))
+    with pytest.raises(ValueError, match="the Trainer is closed"):
+        made.predict(X)
+    assert repr(made) == "<Trainer closed>"
+
+
+def test_closed_in_a_callback(ctx: Context) -> None:
+    """Between steps it is closed; within one it stays open."""
+    refused: list[str] = []
+
+    def close(out: Any, x: Any) -> None:
+        out[...] = x
+        try:
+            made.close()
+        except ValueError as error:
+            refused.append(str(error))
+
+    network = Network(ctx, between=lambda x: ops.custom(close, x))
+    made = trainer(network)
+    made.fit(Dataset(X, CLASSES))
+    assert set(refused) == {"the Trainer computes: it stays open"} and not made.closed
+    with pytest.raises(ValueError, match="the Trainer is closed"):
+        made.fit(Dataset(X, CLASSES), 2, on_epoch=lambda epoch, numbers: made.close())
+    assert made.closed
+
+
+# ---- the bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(made: Trainer, monkeypatch: Any, where: Any, **options: Any) -> str:
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # no thread of its own
+    monkeypatch.setattr(sys, "stderr", where)
+    try:
+        made.fit(Dataset(X, CLASSES), 2, validation_split=1 / 3, **options)
+    finally:
+        monkeypatch.undo()
+    return str(where.getvalue())
+
+
+def test_a_bar_is_shown_on_a_terminal(ctx: Context, monkeypatch: Any, need: Any) -> None:
+    need(importlib.util.find_spec("tqdm"), "tqdm")
+    made = trainer(Network(ctx))
+    monkeypatch.setattr(_progress, "DELAY", 0)
+    text = shown(made, monkeypatch, Terminal())
+    assert "epoch 2/2" in text and "8/8" in text
+    assert "val_accuracy=" in text and "loss=" in text
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "delay", "is_shown"),
+    [
+        (Terminal, {}, 1.0, False),  # it takes less than a second
+        (Terminal, {"progress": False}, 0, False),
+        (io.StringIO, {}, 0, False),
+        (io.StringIO, {"progress": True}, 0, True),
+    ],
+)
+def test_where_a_bar_is_shown(
+    ctx: Context, monkeypatch: Any, need: Any, where: Any, options: Any, delay: Any, is_shown: bool
+) -> None:
+    need(importlib.util.find_spec("tqdm"), "tqdm")
+    made = trainer(Network(ctx))
+    monkeypatch.setattr(_progress, "DELAY", delay)
+    assert bool(shown(made, monkeypatch, where(), **options)) is is_shown
+
+
+def test_without_tqdm(ctx: Context, monkeypatch: Any) -> None:
+    made = trainer(Network(ctx))
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with contextlib.redirect_stderr(Terminal()) as text:
+        made.fit(Dataset(X, CLASSES))
+        assert text.getvalue() == ""
+        with pytest.raises(ImportError, match="tqdm"):
+            made.fit(Dataset(X, CLASSES), progress=True)
+
+
+# ---- what is refused
+
+
+def test_what_a_trainer_is_made_of(ctx: Context) -> None:
+    network = Network(ctx)
+    other = ctx.input((BATCH, N_OUT), name="other")
+    spare = ctx.tensor(3, name="spare")
+    integers = ctx.from_numpy(np.zeros((3, 3), np.int32))
+    late = ctx.tensor((BATCH, N_OUT), name="late")
+    w1 = network.weights["w1"]
+    x, y = network.x, network.y
+    cases: list[tuple[Any, dict[str, Any], Any, str]] = [
+        ((X, y), {}, TypeError, "inputs is a ndarray, expected a Tensor"),
+        ((x, X), {}, TypeError, "outputs is a ndarray, expected a Tensor"),
+        ((other, y), {}, ValueError, "inputs is .*'other'.* that outputs are made from"),
+        ((w1, y), {}, ValueError, "inputs is .*'w1'.* without memory"),
+        ((x, y + other), {}, ValueError, "also made from .*'other'.* has no memory"),
+        ((x, y + late), {}, ValueError, "also made from .*'late'.* Context.allocate"),
+        ((x, y.T), {}, ValueError, r"outputs has shape \(3, 10\), expected \(10, k\)"),
+        ((x, ops.sum(y)), {}, ValueError, r"outputs has shape \(1, 1\), expected \(10, k\)"),
+        (
+            (x, ops.cast(y, ggml_type.GGML_TYPE_F16)),
+            {},
+            ValueError,
+            "outputs is .*f16.* expected f32",
+        ),
+        ((x, ops.relu(x)), {}, ValueError, "nothing to train"),
+        ((x, y), {"loss": "mse"}, ValueError, "loss is 'mse', expected one of mean, sum, cross"),
+        ((x, y), {"loss": 9}, ValueError, "9 is not a valid ggml_opt_loss_type"),
+        ((x, y), {"loss": None}, TypeError, "loss is None"),
+        ((x, y), {"optimizer": "adamw"}, TypeError, "optimizer is 'adamw', expected an AdamW"),
+        ((x, y), {"parameters": w1}, TypeError, "expected several Tensors"),
+        ((x, y), {"parameters": []}, ValueError, "parameters is empty"),
+        ((x, y), {"parameters": ["w1"]}, TypeError, "parameters has a str, expected"),
+        ((x, y), {"parameters": [w1, w1]}, ValueError, "has .*'w1'.* twice"),
+        ((x, y), {"parameters": [spare]}, ValueError, "not made from the parameter .*'spare'"),
+        ((x, y), {"parameters": [x]}, ValueError, "the parameter .*'x'.* has no memory"),
+        ((x, y), {"parameters": [y]}, ValueError, "the parameter .* is a result of others"),
+        ((x, y), {"target": 5}, TypeError, "target is 5, expected a Device"),
+        ((x, y), {"target": "gpu9"}, ValueError, "there is no device 'gpu9'"),
+        ((x, y), {"n_threads": 0}, ValueError, "n_threads is 0"),
+        ((x, y), {"seed": -1}, ValueError, "seed is -1, expected 0 or more"),
+        ((x, y), {"seed": "x"}, TypeError, "seed is 'x'"),
+    ]
+    assert integers.op == 0
+    for arguments, options, error, words in cases:
+        with pytest.raises(error, match=words):
+            Trainer(*arguments, **options)
+    with (
+        Backend(device("CPU"), 1) as backend,
+        pytest.raises(ValueError, match="n_threads is the Backend's to have"),
+    ):
+        Trainer(x, y, target=backend, n_threads=2)
+
+
+def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
+    network = Network(ctx)
+    for operation in (ops.gelu, ops.norm):
+        words = rf"no gradient .*: ADD, .*{operation.__name__.upper()}"
+        options = {"eps": 1e-5} if operation is ops.norm else {}
+        with pytest.raises(NotSupportedError, match=words):
+            Trainer(network.x, operation(network.y, **options), n_threads=1)
+    deep = network.y
+    for _ in range(1000):
+        deep = ops.relu(deep)
+    with pytest.raises(NotSupportedError, match="at most 2048 results, gradients and steps"):
+        Trainer(network.x, deep, n_threads=1)
+    trainer(network).fit(Dataset(X, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([[1, 2]], [1, 2]), ValueError, r"labels has shape \(2,\) and data \(1, 2\)"),
+        ((3.0,), ValueError, "data is a single number"),
+        (([1j],), TypeError, "data has dtype complex128, expected real numbers"),
+        ((["a"], [1]), TypeError, "data has dtype <U1"),
+        (([1], ["a"]), TypeError, "labels has dtype <U1"),
+        (([1], [1], 0), ValueError, "shard is 0, expected 1 or more"),
+        (([1], [1], 1.5), TypeError, "shard is 1.5"),
+        (([1], [1], True), TypeError, "shard is True"),
+    ],
+)
+def test_what_a_dataset_is_made_of(arguments: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Dataset(*arguments)
+
+
+def test_a_dataset(tmp_path: Any) -> None:
+    np.save(tmp_path / "x.npy", X)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    dataset = Dataset(mapped, CLASSES, shard=5)
+    assert isinstance(dataset.data, np.memmap) and len(dataset) == len(X)
+    part = dataset[3:7]
+    assert len(part) == 4 and part.shard == 5 and np.shares_memory(part.data, mapped)
+    assert part.labels is not None and part.labels.tolist() == CLASSES[3:7].tolist()
+    assert repr(dataset) == "<Dataset (60, 6), labels (60,)>"
+    assert repr(Dataset(X)) == "<Dataset (60, 6)>"
+    with pytest.raises(TypeError, match="cut by a slice, not by 3"):
+        dataset[3]  # type: ignore[index]
+
+
+WRONG: list[tuple[str, Any, Any, str]] = [
+    ("cross_entropy", (X,), ValueError, "no labels, which the loss cross_entropy needs"),
+    ("mean_squared_error", (X,), ValueError, "no labels, which the loss mean_squared_error needs"),
+    ("sum", (X, CLASSES), ValueError, "has labels, which the loss sum ignores"),
+    ("cross_entropy", (X, CLASSES + 1), ValueError, r"labels\[\d+\] is 3, expected 0 to 2"),
+    ("cross_entropy", (X, CLASSES - 1), ValueError, r"labels\[\d+\] is -1, expected 0 to 2"),
+    ("cross_entropy", (X, CLASSES * 1.0), TypeError, r"labels has dtype float64, .* \(60, 3\)"),
+    ("cross_entropy", (X, X), ValueError, r"labels has shape \(60, 6\), expected \(60, 3\) or"),
+    ("mean_squared_error", (X, CLASSES), ValueError, r"shape \(60,\), expected \(60, 3\)$"),
+    ("cross_entropy", (X[:, :5], CLASSES), ValueError, r"\(60, 5\), expected \(n, 6\)"),
+    ("cross_entropy", (X[:, 0], CLASSES), ValueError, r"\(60,\), expected \(n, 6\)"),
+]
+
+
+@pytest.mark.parametrize(("loss", "arguments", "error", "words"), WRONG)
+def test_data_and_labels_that_do_not_fit(
+    ctx: Context, loss: str, arguments: Any, error: Any, words: str
+) -> None:
+    made = trainer(Network(ctx), loss=loss)
+    for use in (made.fit, made.evaluate):
+        with pytest.raises(error, match=words):
+            use(Dataset(*arguments))
+    assert made.steps == 0
+
+
+def test_what_fit_refuses(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    dataset = Dataset(X, CLASSES)
+    cases: list[tuple[Any, Any, str]] = [
+        ({"epochs": 0}, ValueError, "epochs is 0, expected 1 or more"),
+        ({"epochs": 1.0}, TypeError, "epochs is 1.0"),
+        ({"batch_size": 15}, ValueError, "batch_size is 15, expected a multiple of 10"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"batch_size": 40}, ValueError, "60 data for training, expected a multiple of .* 40"),
+        ({"validation_split": 1.0}, ValueError, "validation_split is 1.0, expected 0 to below 1"),
+        ({"validation_split": "x"}, TypeError, "validation_split is 'x'"),
+        ({"validation_split": 0.001}, ValueError, "that is none of 60 data"),
+        ({"validation_data": Dataset(X[:, :2], CLASSES)}, ValueError, "expected .n, 6."),
+        ({"validation_data": X}, TypeError, "expected a Dataset"),
+    ]
+    for options, error, words in cases:
+        with pytest.raises(error, match=words):
+            made.fit(dataset, **options)
+    with pytest.raises(TypeError, match="expected a Dataset"):
+        made.fit(X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="complex"):
+        made.predict(X * 1j)
+    with pytest.raises(ValueError, match="the Dataset is empty"):
+        made.evaluate(dataset[:0])
+    assert made.steps == made.epochs == 0 and made.history == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: AdamW(-1.0), ValueError, "learning_rate is -1.0, expected 0 or more"),
+        (lambda: AdamW("x"), TypeError, "learning_rate is 'x'"),
+        (lambda: AdamW(beta1=1.0), ValueError, "beta1 is 1.0, expected 0 to below 1"),
+        (lambda: AdamW(beta2=-0.1), ValueError, "beta2 is -0.1, expected 0 to below 1"),
+        (lambda: AdamW(epsilon=math.nan), ValueError, "epsilon is nan, expected 0 or more"),
+        (lambda: AdamW(epsilon=math.inf), ValueError, "epsilon is inf, expected 0 or more"),
+        (lambda: AdamW(weight_decay=1.5), ValueError, "weight_decay is 1.5, expected 0 to 1"),
+        (lambda: SGD(True), TypeError, "learning_rate is True"),
+        (lambda: SGD(weight_decay=-1), ValueError, "weight_decay is -1, expected 0 to 1"),
+    ],
+)
+def test_optimizers_that_cannot_be(make: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_what_it_says_of_itself(ctx: Context) -> None:
+    made = trainer(Network(ctx), loss=ggml_opt_loss_type.GGML_OPT_LOSS_TYPE_MEAN)
+    assert (made.loss, made.batch, made.optimizer) == ("mean", BATCH, AdamW())
+    assert repr(made) == "<Trainer of 4 parameters after 0 steps>"
+    assert made._model.inputs.shape == (BATCH, N_IN)
