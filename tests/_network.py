@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from _references import opt_step_adamw, opt_step_sgd
 
-from ggml_cffi import ops
-from ggml_cffi.context import Context
+from ggml_cffi import Context, ops
 
 BATCH, N_IN, N_HIDDEN, N_OUT = 10, 6, 7, 3
 

@@ -19,12 +19,19 @@ import pytest
 from _network import BATCH, N_IN, N_OUT, Network, Reference, data, one_hot
 from _release import needs_meta
 
-from ggml_cffi import AbortError, MetaDevice, NotSupportedError, SplitState, device, ops
-from ggml_cffi.context import Context
-from ggml_cffi.device import Backend
+from ggml_cffi import (
+    AbortError,
+    Backend,
+    Context,
+    Graph,
+    MetaDevice,
+    NotSupportedError,
+    Scheduler,
+    SplitState,
+    device,
+    ops,
+)
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
-from ggml_cffi.graph import Graph
-from ggml_cffi.scheduler import Scheduler
 from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _progress
 
 X, CLASSES = data()

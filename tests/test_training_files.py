@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from _network import BATCH, Network, Reference, data, one_hot
 
-from ggml_cffi import GGUFError
-from ggml_cffi.context import Context
-from ggml_cffi.gguf import GGUFFile, GGUFWriter
+from ggml_cffi import Context, GGUFError, GGUFFile, GGUFWriter
 from ggml_cffi.training import SGD, AdamW, Dataset, Trainer
 
 X, CLASSES = data()

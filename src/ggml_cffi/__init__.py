@@ -27,7 +27,7 @@ from .errors import (
 from .meta import MetaDevice, SplitAxis, SplitState, TensorInfo
 
 if TYPE_CHECKING:
-    from . import dtypes, gguf, meta, ops, quants
+    from . import dtypes, gguf, meta, ops, quants, training
     from .context import Context
     from .gguf import GGUFFile, GGUFWriter
     from .graph import Compiled, Graph
@@ -40,7 +40,7 @@ lib: Lib = _loader.lib
 __version__: str
 
 # Imported when asked for: `import ggml_cffi` is for those too who want capi alone.
-_MODULES = ("dtypes", "gguf", "meta", "ops", "quants")
+_MODULES = ("dtypes", "gguf", "meta", "ops", "quants", "training")
 _HOMES = {
     "Compiled": "graph",
     "Context": "context",
@@ -114,4 +114,5 @@ __all__ = [
     "ops",
     "quantize",
     "quants",
+    "training",
 ]

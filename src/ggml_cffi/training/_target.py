@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from ..device import Backend, Device, device, devices
+from ..backend import Backend
+from ..device import Device, device, devices
 from ..enums import ggml_backend_dev_type
 from ..errors import NotSupportedError
 from ..scheduler import Scheduler

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from .. import capi
 from .._handles import Owned
+from ..backend import Backend
 from ..capi import types
-from ..device import Backend, Device
+from ..device import Device
 from ..dtypes import is_quantized
 from ..enums import ggml_op, ggml_opt_loss_type, ggml_type
 from ..errors import GGUFError
