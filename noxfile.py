@@ -111,8 +111,13 @@ def install(
 
 
 def pytest(session: nox.Session, *arguments: str, **environ: str) -> None:
-    """Run tests against the installed wheel: those that ``--`` names, else the session's own."""
-    session.run("python", "-m", "pytest", *(session.posargs or arguments), env=environ)
+    """Run tests against the installed wheel: those that ``--`` names, else the session's own.
+
+    On a meta backend those that are named may be all without one, which is no failure.
+    """
+    none = [5] if session.posargs and environ.get("GGML_CFFI_TEST_META") else []
+    command = ("python", "-m", "pytest", *(session.posargs or arguments))
+    session.run(*command, env=environ, success_codes=[0, *none])
 
 
 # ---- sessions

@@ -84,12 +84,7 @@ def bind(
     headers = pin()["headers"]
     assert isinstance(headers, dict)
     idle = set(headers["optional"]) - set(header_names(prefix))
-    exported = {name: exported_symbols(path) for name, path in prefix.libraries.items()}
-    modules = {}
-    for library, backend in _modules().items():
-        if library not in prefix.libraries and (paths := prefix.variants(library)):
-            modules[library] = backend
-            exported[library] = set.intersection(*map(exported_symbols, paths))
+    exported, modules = _exported(prefix)
     return resolve.resolve(
         read_api(prefix, compiler),
         load_annotations(GGML / "annotations"),
@@ -101,6 +96,17 @@ def bind(
         commit=prefix.commit,
         modules=modules,
     )
+
+
+def _exported(prefix: Prefix) -> tuple[dict[str, set[str]], dict[str, str]]:
+    """The symbols of each library, and which are loadable modules of which backend."""
+    exported = {name: exported_symbols(path) for name, path in prefix.libraries.items()}
+    modules = {}
+    for library, backend in _modules().items():
+        if library not in prefix.libraries and (paths := prefix.variants(library)):
+            modules[library] = backend
+            exported[library] = set.intersection(*map(exported_symbols, paths))
+    return exported, modules
 
 
 def _modules() -> dict[str, str]:
@@ -172,4 +178,6 @@ def _build_info(prefix: Prefix, binding: resolve.Binding) -> str:
 
 def lock_text(prefix: Prefix) -> str:
     """The text of api.json for `prefix`."""
-    return json.dumps(lock.snapshot(read_api(prefix), prefix.version), indent=1) + "\n"
+    api = read_api(prefix)
+    unexported = set(api.functions).difference(*_exported(prefix)[0].values())
+    return json.dumps(lock.snapshot(api, prefix.version, unexported), indent=1) + "\n"

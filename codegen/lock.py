@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from . import ir
 SECTIONS = ("functions", "structs", "enums", "typedefs", "constants")
 
 
-def snapshot(api: ir.Api, version: str) -> dict[str, Any]:
-    """`api` as JSON data, sorted."""
+def snapshot(api: ir.Api, version: str, unexported: Iterable[str] = ()) -> dict[str, Any]:
+    """`api` as JSON data, sorted; `unexported` are the functions that no library has."""
     functions = {
         name: ir.declare(f.type, name) + (" [deprecated]" if f.deprecated is not None else "")
         for name, f in api.functions.items()
@@ -31,9 +31,10 @@ def snapshot(api: ir.Api, version: str) -> dict[str, Any]:
         name: c.kind if c.type is None else ir.declare(c.type) for name, c in api.constants.items()
     }
     parts: tuple[dict[str, Any], ...] = (functions, structs, enums, typedefs, constants)
-    return {"ggml": version} | {
+    sections = {
         section: dict(sorted(part.items())) for section, part in zip(SECTIONS, parts, strict=True)
     }
+    return {"ggml": version} | sections | {"unexported": sorted(unexported)}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -43,8 +44,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def functions(path: Path) -> dict[str, str]:
-    """The functions in the lock, with their declarations."""
-    return dict(load(path).get("functions", {}))
+    """The functions in the lock that a library has, with their declarations."""
+    data = load(path)
+    unexported = set(data.get("unexported", ()))
+    return {name: c for name, c in data.get("functions", {}).items() if name not in unexported}
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from _compute import F32, Arena, check_product
 from _release import needs
 
 import ggml_cffi
-from ggml_cffi import _runtime, capi, ffi, lib
+from ggml_cffi import Context, _requirements, _runtime, capi, device, ffi, lib, ops
 from ggml_cffi._gen.tables import SPECS
 from ggml_cffi.errors import (
     AbortError,
@@ -29,6 +30,7 @@ from ggml_cffi.errors import (
     StatusMemoryError,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 NULL_ARGUMENT = 2  # ggml_cffi::error_kind
 HUGE = 1 << 60
 
@@ -437,3 +439,65 @@ def test_no_error_is_left_behind(arena: Arena) -> None:
         assert capi.ggml_get_name(tensor) == ""
         capi.ggml_backend_tensor_set(tensor, np.zeros(4, np.float32), 0)
         assert capi.ggml_get_f32_1d(tensor, 3) == 0.0
+
+
+# ---- what is told of mistakes that are often made
+
+
+def test_an_objects_pointer_is_asked_for() -> None:
+    with Context() as ctx, device("CPU").init_backend(1) as backend:
+        x = ctx.tensor(3, name="x")
+        for call, argument in (
+            (lambda: capi.ggml_nbytes(x), "tensor is <Tensor 'x' f32 (3,)>"),
+            (lambda: capi.ggml_backend_dev_name(device("CPU")), "device is <Device CPU"),
+            (lambda: capi.ggml_backend_name(backend), "backend is <Backend CPU>"),
+        ):
+            with pytest.raises(TypeError, match=r"capi takes its pointer, \.handle") as caught:
+                call()
+            assert argument in str(caught.value)
+        for wrong in (backend, 3, object()):  # whose pointer is none to a tensor
+            with pytest.raises(TypeError, match=r"must be a cdata pointer|initializer for ctype"):
+                capi.ggml_nbytes(wrong)
+
+
+def test_an_enumerator_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"type is 'f32': capi takes a ggml_type, capi.GGML_TYPE_F"):
+        capi.ggml_type_size("f32")
+    with pytest.raises(TypeError, match=r"type is 'Q4_0': .*, capi.GGML_TYPE_Q4_0$"):
+        capi.ggml_blck_size("Q4_0")
+    with pytest.raises(TypeError, match=r"type is 'odd': capi takes a ggml_type$"):
+        capi.ggml_blck_size("odd")
+
+
+#: What these find they say themselves, or they are never false.
+EXPLAIN_THEMSELVES = {"cpu_can", "indices", "reachable", "some_device_can", "spares_operands"}
+EXPLAIN_THEMSELVES |= {"supported", "scheduler_of", "threads_of", "use", "product"}
+
+
+def test_each_requirement_is_told_in_words() -> None:
+    required: set[str] = set()
+    for path in (ROOT / "ggml" / "annotations").glob("*.toml"):
+        for text in re.findall(
+            r"^require = (\[.*?\]|\".*?\")$", path.read_text("utf-8"), re.M | re.S
+        ):
+            required |= set(re.findall(r"(?:check|ggml_cffi)::(\w+)\(", text))
+    assert len(required) > 40
+    said_only = {name for name in required if name.startswith("note_")}
+    assert required - _requirements.WORDS.keys() - EXPLAIN_THEMSELVES - said_only == set()
+    assert _requirements.WORDS.keys() - required == set()
+
+
+def test_words_for_a_requirement() -> None:
+    with Arena(None) as arena:
+        ctx = arena.context()
+        text = (
+            r"requires shape\(type, n_dims, ne\) \(no extent is"
+        )
+        with pytest.raises(ValueError, match=text + r".*\): type = 2, n_dims = 1$"):
+            capi.ggml_new_tensor(ctx, capi.GGML_TYPE_Q4_0, [33])
+    with Context() as objects:
+        ids, x = objects.tensor((8, 8), "i32", name="ids"), objects.input((3, 8), name="x")
+        with pytest.raises(ValueError, match=r"'ids' is i32 of shape .*\(there are products of"):
+            ops.mul_mat(ids, x)
+    for plain in ("offset <= SIZE_MAX - size: offset = 3", "unheard_of(x): x = 1", "a(x) && b(x)"):
+        assert _requirements.explained(plain) == plain

@@ -41,6 +41,10 @@ def columns(info: Any, n: int) -> SplitState:
     return SplitState.by_ratio(info, axis=1, ratios=[2, 1])
 
 
+def rows(info: Any, n: int) -> SplitState:
+    return SplitState.by_ratio(info, axis=0, ratios=[1, 1])
+
+
 W = numbers(6, 8)
 
 
@@ -126,6 +130,42 @@ def test_weights_that_are_elsewhere(ctx: Context) -> None:
     with MetaDevice(["CPU", "CPU"], columns) as spread, pytest.raises(AbortError):
         graph.compile(spread)
     assert diagnostics.live_handles() == before
+
+
+def test_what_a_meta_device_cannot_cut_is_named(ctx: Context) -> None:
+    """ggml's own words are `fatal error` and the like."""
+    with MetaDevice(["CPU", "CPU"], rows) as spread:
+        w = ctx.from_numpy(W, name="w")
+        ctx.allocate(spread)
+        product = ops.mul_mat(w, ctx.input((3, 8), name="x"))
+        product.name = "product"
+        text = (
+            r"MUL_MAT 'product' of 'w' \(f32 \(6, 8\), split along axis 0: 4 \+ 4\), "
+            r"'x' \(f32 \(3, 8\)\): .*ggml-backend-meta"
+        )
+        before = diagnostics.live_handles()
+        with pytest.raises(AbortError, match=text) as caught:
+            Graph(ops.relu(product)).compile(spread)
+        assert caught.value.function == "ggml_gallocr_alloc_graph" and caught.value.line
+        assert diagnostics.live_handles() == before
+        norm = ops.norm(w, 1e-5)
+        with pytest.raises(AbortError, match=r"NORM 'node_0' of 'w' \(f32 \(6, 8\), split along"):
+            Graph(ops.relu(norm)).compile(spread)
+
+
+def test_what_follows_from_a_closed_latch_has_it_as_its_cause(ctx: Context) -> None:
+    def fails(info: Any, n: int) -> SplitState:
+        if info.name == "w":
+            return rows(info, n)
+        raise KeyError(info.name)
+
+    with MetaDevice(["CPU", "CPU"], fails) as spread:
+        w = ctx.from_numpy(W, name="w")
+        ctx.from_numpy(W, name="other")
+        ctx.allocate(spread)
+        with pytest.raises(AbortError, match="NORM") as caught:
+            Graph(ops.norm(w, 1e-5)).compile(spread)
+        assert isinstance(caught.value.__cause__, KeyError)
 
 
 # ---- outputs

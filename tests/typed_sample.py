@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import ggml_cffi
-from ggml_cffi import AbortError, Backend, MetaDevice, MultiBuffer, SplitState, capi, enums
+from ggml_cffi import AbortError, Backend, MetaDevice, MultiBuffer, SplitState, capi, enums, ffi
 from ggml_cffi.capi import types
 
 if TYPE_CHECKING:
@@ -81,6 +81,15 @@ def callbacks() -> None:
     capi.ggml_free(ctx)
 
 
+def out_pointers(path: str) -> None:
+    """Let C fill in a pointer of the caller's."""
+    made = ffi.new("struct ggml_context **")
+    try:
+        capi.gguf_free(capi.gguf_init_from_file(path, no_alloc=False, ctx=made))
+    except ggml_cffi.GGUFError:
+        assert made[0] == ffi.NULL
+
+
 def objects() -> None:
     """Use the classes."""
     cpu = ggml_cffi.device("cpu")
@@ -117,6 +126,7 @@ def main() -> None:
     for index in range(capi.ggml_backend_dev_count()):
         assert "bytes" in describe(capi.ggml_backend_dev_get(index))
     callbacks()
+    out_pointers(__file__)
     objects()
     objects_at_the_top()
     assert assert_type(capi.GGML_MAX_DIMS, int) == 4

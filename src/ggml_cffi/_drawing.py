@@ -9,9 +9,9 @@ from typing import Any
 
 from . import capi
 from ._handles import address
+from ._splits import split_in_words
 from .dtypes import type_name
 from .enums import ggml_op
-from .meta import SplitAxis, SplitState
 from .tensor import Tensor
 
 _COLORS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
@@ -41,7 +41,7 @@ def to_dot(
     for one in tensors:
         key = address(one.handle)
         is_result = one.op != ggml_op.GGML_OP_NONE
-        told = [*_described(one), *(part for part in (_split(one),) if part)]
+        told = [*_described(one), *filter(None, [split_in_words(one.handle)])]
         shape = "ellipse" if is_result else "parallelogram" if key in given else "box"
         style = [f"shape={shape}"]
         if key in places:
@@ -79,33 +79,6 @@ def _described(tensor: Tensor) -> list[str]:
     if tensor.op != ggml_op.GGML_OP_NONE:
         parts.append(capi.ggml_op_desc(tensor.handle) or "")
     return [*parts, f"{type_name(tensor.type)} {tensor.shape}"]
-
-
-def _split(tensor: Tensor) -> str:
-    """How a meta device has cut it, where its split function was asked."""
-    buffer = (tensor.handle.view_src or tensor.handle).buffer
-    if not buffer or not capi.ggml_backend_buffer_is_meta(buffer):
-        return ""
-    from .meta import split_function
-
-    where = capi.ggml_backend_buft_get_device(capi.ggml_backend_buffer_get_type(buffer))
-    try:
-        state = split_function(where).frozen(address(tensor.handle)) if where else None
-    except ValueError:  # a device that others made
-        return ""
-    return "" if state is None else _told(state)
-
-
-def _told(state: SplitState) -> str:
-    if state.axis >= SplitAxis.MIRRORED:
-        return state.axis.name.lower()
-    n_devs = len(state.ne) // state.n_segments
-    rows = [state.ne[s * n_devs : (s + 1) * n_devs] for s in range(state.n_segments)]
-    parts = [
-        " + ".join(map(str, row)) + (f" ({times} times)" if times > 1 else "")
-        for row, times in zip(rows, state.nr, strict=False)
-    ]
-    return f"split along axis {int(state.axis)}: {' | '.join(parts)}"
 
 
 def _edges(handle: Any, numbers: Mapping[int, int]) -> list[str]:

@@ -62,13 +62,27 @@ def _in_use(handle: object) -> bool:
 
 
 class Closing:
-    """What can be closed is a context manager, which closes it in the end."""
+    """What can be closed is a context manager, which closes it in the end.
+
+    Entering what is closed raises ValueError.
+    """
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, and cannot be used any more."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close it. Closing twice is fine."""
         raise NotImplementedError
 
+    def _gone(self) -> str:
+        """What became of it, for an error message."""
+        return "is closed"
+
     def __enter__(self: _Self) -> _Self:
+        if self.closed:
+            raise ValueError(f"the {type(self).__name__} {self._gone()}")
         return self
 
     def __exit__(
@@ -284,7 +298,3 @@ class Owned(Closing, Generic[_Handle]):
                 if self._resource.users:
                     self._begin()
                 raise
-
-    def _gone(self) -> str:
-        """What became of it, for an error message."""
-        return "is closed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ._gen.types import Handle, ReadableBuffer, VoidP
 
@@ -30,11 +30,11 @@ class FFI(Protocol):
         """The null pointer."""
         ...
 
-    def new(self, cdecl: str, init: object = None) -> Handle:
+    def new(self, cdecl: str, init: object = None) -> Any:
         """Allocate C memory, owned by the result."""
         ...
 
-    def cast(self, cdecl: str, value: object) -> Handle:
+    def cast(self, cdecl: str, value: object) -> Any:
         """Convert a value or a pointer as C does."""
         ...
 

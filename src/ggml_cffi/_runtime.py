@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from . import errors
+from . import _requirements, errors
 from ._loader import Failed, ffi, lib
 from ._loader import raising as _raising
 
@@ -419,13 +419,29 @@ def bad_argument(function: str, values: tuple[Any, ...], error: Exception) -> Ex
         why = _refusal(types[name], _by_pointer(value, types[name]))
         if why is not None:
             return _bad_field(function, types[name], value) or type(why)(
-                f"{function}: {name} is {value!r}: {why}"
+                f"{function}: {name} is {value!r}: {_hint(facts, name, value, types[name]) or why}"
             )
     for name in facts.plain:
         kind = types[name].kind
         if values[facts.visible.index(name)] is None and kind in ("primitive", "enum"):
             return TypeError(f"{function}: {name} is None: a number is required")
     return type(error)(f"{function}: {error}")
+
+
+def _hint(facts: Spec, name: str, value: object, ctype: Any) -> str:
+    """What is to be given instead: an object's pointer, an enumerator for its name."""
+    pointer = getattr(value, "handle", None) if ctype.kind == "pointer" else None
+    if isinstance(pointer, _CData) and ffi.typeof(pointer) is ctype:
+        return "capi takes its pointer, .handle"
+    tag = facts.enums.get(name)
+    if tag and isinstance(value, str):
+        from . import enums
+
+        ending = f"_{value}".lower()
+        members = getattr(enums, tag).__members__
+        found = [f"capi.{member}" for member in members if member.lower().endswith(ending)]
+        return f"capi takes a {tag}" + (f", {found[0]}" if len(found) == 1 else "")
+    return ""
 
 
 def _bad_field(function: str, ctype: Any, value: Any) -> Exception | None:
@@ -547,7 +563,7 @@ def _described(
         return ValueError(f"{function}: {name} is {number}, which is no {enum}")
     if kind == _NOT_ALLOWED:
         error_type = IndexError if message.startswith("indices(") else ValueError
-        return error_type(f"{function}: requires {message}")
+        return error_type(f"{function}: requires {_requirements.explained(message)}")
     if kind == _OUT_OF_MEMORY:
         return MemoryError(f"{function}: out of memory ({message})")
     if kind == _CPP_EXCEPTION:

@@ -29,7 +29,8 @@ class Buffer(Owned[types.ggml_backend_buffer]):
 
     Takes over the pointer that `capi.ggml_backend_alloc_ctx_tensors` and its like return; `keep` is
     kept alive until it is freed. Raises TypeError for anything else and ValueError for None, NULL
-    and a buffer that was taken over before.
+    and a buffer that belongs to another Buffer. Whether ggml has freed what a pointer points to
+    nobody knows: one that is stale must not come here, nor to `capi`.
     """
 
     def __init__(self, handle: types.ggml_backend_buffer, *, keep: tuple[object, ...] = ()) -> None:

@@ -15,11 +15,13 @@ from ._handles import Owned, address
 from ._loader import ffi, lib
 from ._memory import raises_memory_error
 from ._placement import check_uses
+from ._splits import naming_the_node
 from .backend import Backend
 from .capi import types
 from .context import reachable
 from .device import Device, device
 from .enums import ggml_op
+from .errors import AbortError
 from .meta import MetaDevice
 from .scheduler import OnScheduler, Scheduler
 from .tensor import Tensor, check_numbers, check_readable, is_without_memory
@@ -174,8 +176,14 @@ class _OnBackend:
         if self.done:
             return False
         assert self.allocator is not None
-        with raises_memory_error():
-            capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
+        try:
+            with raises_memory_error():
+                capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
+        except AbortError as error:  # a meta device's: it says no word of what it cannot cut
+            told = naming_the_node(error, compiled._tensors)
+            if told is error:
+                raise
+            raise told from error.__cause__
         self.done = True
         return True
 

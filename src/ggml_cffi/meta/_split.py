@@ -267,8 +267,8 @@ def _check_axis(axis: SplitAxis, info: TensorInfo, where: str) -> None:
     if info.ne[axis] <= unit:
         what = "element" if unit == 1 else f"block of {unit} elements"
         raise ValueError(
-            f"{where}: axis is {int(axis)} and ne = {list(info.ne)}, "
-            f"expected an axis with more than one {what}"
+            f"{where}: axis is {int(axis)} in ggml's order, along which a tensor of shape "
+            f"{info.shape} has {info.ne[axis]}: expected an axis with more than one {what}"
         )
 
 

@@ -84,3 +84,6 @@ class MetaDevice(Device, Closing):
     def close(self) -> None:
         """Drop the split function and what it holds. Closing twice is fine."""
         self._function.close()
+
+    def __repr__(self) -> str:
+        return "<MetaDevice closed>" if self.closed else super().__repr__()

@@ -1,0 +1,61 @@
+"""In words: what a function requires of its arguments, by the predicate's name in ggml/*.hpp."""
+
+from __future__ import annotations
+
+import re
+
+WORDS = {
+    "all_f32": "the kernel reads all its operands as float32",
+    "allocated": "all tensors of the graph have memory that the backend reaches",
+    "backends_idle": "nothing computes on the backends",
+    "buffer_of": "the tensor is in a buffer",
+    "can_copy": "tensors of a meta device are written from host memory, and copied nowhere",
+    "can_copy_to": "the tensors of a meta device cannot be copied to another backend",
+    "can_schedule": "there is memory for the scheduler",
+    "can_work": "there is memory for the work of the computation",
+    "conv_output": "the kernel fits into the image, with padding, strides and dilation",
+    "convertible": "ggml converts numbers to float types and float32 to i32, no others",
+    "copyable_blocks": "blocks are copied between contiguous tensors, or ones of the same layout",
+    "data_in_host_memory": "the data is in host memory",
+    "element": "the index is inside the tensor",
+    "equal_sequences": "the tokens are as many for each sequence",
+    "first_axis_can_move": "blocks of a quantised type lie along the first axis, which stays",
+    "fits": "the memory does not reach behind the end of the address space",
+    "has_dot_product": "there are products of this type; not of i8, i16, i32, i64, f64, q8_1, q8_K",
+    "has_from_float": "ggml can convert to this type",
+    "has_to_float": "ggml can convert from this type",
+    "idle": "nothing computes on it",
+    "in_range": "the index is in range",
+    "is_f32": "the type is f32",
+    "is_f32_or_f16": "the type is f32 or f16",
+    "is_plan": "it is a plan of this backend",
+    "made_in": "the tensor was made in this context",
+    "no_null": "none of them is NULL",
+    "not_computing": "nothing computes with it",
+    "not_empty": "the tensor has elements",
+    "padding": "there is no more padding than a number of 32 bits says",
+    "permutable": "extents and strides are numbers of 32 bits",
+    "plain_rows": "the rows lie one after the other",
+    "pool_output": "the window fits into the image, with padding and strides",
+    "reset_or_allocated_for": "the scheduler is reset, or allocated for this very graph",
+    "room": "the context has room for it",
+    "room_for_graphs": "the context has room for it",
+    "rope_dims": "whole pairs of a row are turned, and no more than it has",
+    "rope_sections": "the sections are as many as the mode takes",
+    "shape": "no extent is negative, rows are whole blocks, and the bytes can be counted",
+    "takes_host_pointers": "the device computes in memory that it is given",
+    "unused": "nothing uses it any more",
+    "view": "the view lies inside the tensor whose memory it is",
+    "whole_if_partial": "a tensor that is a sum over devices is written as a whole",
+    "window": "the region lies inside the tensor",
+}
+
+_PREDICATE = re.compile(r"^!?(\w+)\(")
+
+
+def explained(message: str) -> str:
+    """What the guard says of a requirement that is not met, with the words for it."""
+    expression, colon, arguments = message.partition(": ")
+    found = _PREDICATE.match(expression)
+    words = WORDS.get(found.group(1)) if found and " && " not in expression else None
+    return f"{expression} ({words}){colon}{arguments}" if words else message
