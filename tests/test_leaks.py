@@ -114,7 +114,7 @@ def test_every_kind_of_callback_is_tried() -> None:
 
 def test_every_kind_of_object_is_tried() -> None:
     tried = {name.partition(":")[0] for name in objects.OBJECTS}
-    assert tried == {"Buffer", "MultiBuffer", "Backend", "MetaDevice"}
+    assert tried == {"Buffer", "MultiBuffer", "Backend", "MetaDevice", "Trainer"}
 
 
 # ---- leaks on purpose

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ggml_cffi import Backend, Buffer, MetaDevice, MultiBuffer, capi
+import numpy as np
+
+from ggml_cffi import Backend, Buffer, Context, MetaDevice, MultiBuffer, capi
+from ggml_cffi.training import AdamW, Dataset, Trainer
 
 from .harness import raises
-from .shared import S, buffer, split, weight
+from .shared import Refused, S, buffer, refuse, split, weight
 
 
 def multi() -> MultiBuffer:
@@ -45,6 +48,39 @@ def meta_devices_that_cannot_be() -> None:
     raises(TypeError, MetaDevice, ["CPU"], None)
 
 
+def trainer() -> Trainer:
+    """With a weight of its own, after two steps."""
+    ctx = Context()
+    w = ctx.from_numpy(WEIGHT, name="w")
+    x = ctx.input((2, 3), name="x")
+    ctx.allocate(S.device)
+    made = Trainer(x, x @ w.T, "sum", AdamW(0.1), target=S.train_backend)
+    made.fit(DATA)
+    return made
+
+
+def trainer_closed() -> None:
+    made = trainer()
+    made.fit(DATA, batch_size=4)  # with another context of ggml's
+    made.close()
+    made.parameters[0].context.close()
+
+
+def trainer_that_cannot_be() -> None:
+    with Context() as ctx:
+        x = ctx.input((2, 3), name="x")
+        w = ctx.from_numpy(WEIGHT, name="w")
+        ctx.allocate(S.device)
+        raises(ValueError, Trainer, x, (x @ w.T).T, target=S.train_backend)
+        raises(ValueError, Trainer, x, x @ w.T, target=S.train_backend, parameters=[x])
+        with Trainer(x, x @ w.T, "sum", AdamW(refuse), target=S.train_backend) as made:
+            raises(Refused, made.fit, DATA)
+            made.predict(DATA.data)
+
+
+WEIGHT = np.ones((4, 3), np.float32)
+DATA = Dataset(np.ones((4, 3), np.float32))
+
 OBJECTS = {
     "Buffer: close": lambda: Buffer(buffer()).close(),
     "Buffer: forget": lambda: Buffer(buffer(), keep=(bytearray(10),)),
@@ -56,4 +92,7 @@ OBJECTS = {
     "Backend: forget": backend_forgotten,
     "Backend: fail": lambda: raises(ValueError, Backend, S.device, 0),
     "MetaDevice: fail": meta_devices_that_cannot_be,
+    "Trainer: close": trainer_closed,
+    "Trainer: forget": lambda: trainer() and None,
+    "Trainer: fail": trainer_that_cannot_be,
 }

@@ -146,6 +146,10 @@ class Shared:
         return self.meta.init_backend(1)
 
     @functools.cached_property
+    def train_backend(self) -> Backend:
+        return Backend(self.device, 1)
+
+    @functools.cached_property
     def fake(self) -> Pooled:
         return Pooled()
 

@@ -91,7 +91,7 @@ class Engine:
         self._scheduler = capi.ggml_backend_sched_new(
             [one.handle for one in self.scheduler.backends],
             self.scheduler._buffer_types,
-            4 * GRAPH_SIZE,
+            2 * GRAPH_SIZE,  # nodes and leaves
             False,
             self.scheduler._op_offload,
         )
