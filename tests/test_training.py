@@ -10,6 +10,7 @@ import importlib.util
 import io
 import itertools
 import math
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -29,6 +30,7 @@ from ggml_cffi import (
     Scheduler,
     SplitState,
     device,
+    diagnostics,
     ops,
 )
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
@@ -496,6 +498,61 @@ def test_an_abort_in_a_kernel_is_raised_and_training_goes_on(ctx: Context) -> No
         np.testing.assert_array_equal(w.numpy(), before)
         made.fit(good, 50)
         assert made.steps == 51 and made.evaluate(good)["accuracy"] == 1.0
+
+
+# ---- memory
+
+
+def test_too_little_memory_for_a_step(ctx: Context) -> None:
+    """Terabytes of results: ggml itself would go on without the memory and end the process."""
+    w = ctx.from_numpy(np.ones((1, 1 << 16), np.float32), name="w")
+    x = ctx.input((4, 1), name="x")
+    ctx.allocate("CPU")
+    large = ops.sqr(ops.repeat_4d(w, 1 << 16, 1 << 24, 1, 1))
+    y = ops.sum_rows(ops.reshape_2d(large, 1 << 38, 4)) + x
+    before = diagnostics.live_handles()
+    with pytest.raises(MemoryError, match="failed to allocate"):
+        Trainer(x, y, "sum", n_threads=1)
+    assert diagnostics.live_handles() == before
+
+
+LITTLE_MEMORY = """
+import resource
+from ggml_cffi import Context, diagnostics
+from ggml_cffi.training import Trainer
+
+ctx = Context()
+w = ctx.tensor((4, 1 << 22), name="w")  # 64 MB
+x = ctx.input((2, 1 << 22), name="x")  # 32 MB
+ctx.allocate("CPU")
+y = x @ w.T
+before = diagnostics.live_handles()
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * resource.getpagesize()
+found = set()
+for more in range(0, 500, 20):
+    resource.setrlimit(resource.RLIMIT_AS, (size + (more << 20), resource.RLIM_INFINITY))
+    try:
+        Trainer(x, y, "sum", n_threads=1).close()
+    except MemoryError as error:
+        found.add(str(error).partition(":")[0])
+    else:
+        break
+    assert diagnostics.live_handles() == before
+print(*sorted(found), more < 480)
+"""
+
+
+@pytest.mark.own_memory
+def test_too_little_memory_for_a_trainer(tmp_path: Any) -> None:
+    """Wherever it ends: it is MemoryError, and nothing is left."""
+    child = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True, timeout=60
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    *where, enough = child.stdout.split()
+    wanted = {"ggml_backend_buft_alloc_buffer", "ggml_opt_init", "ggml_backend_sched_reserve"}
+    assert wanted <= set(where) and enough == "True"
 
 
 # ---- where it is computed, and by whom

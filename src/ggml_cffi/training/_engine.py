@@ -13,9 +13,10 @@ import numpy.typing as npt
 from .. import capi
 from .._handles import address
 from .._loader import ffi, lib
+from .._memory import raises_memory_error
 from ..capi import types
 from ..enums import ggml_op
-from ..errors import AbortError, NotSupportedError
+from ..errors import AbortError, NotSupportedError, StatusMemoryError
 from ..graph import Graph
 from ..scheduler import Scheduler
 from ..tensor import Tensor
@@ -25,6 +26,8 @@ from ._target import computing
 
 GRAPH_SIZE: int = capi.GGML_DEFAULT_GRAPH_SIZE
 """Nodes that ggml makes its graphs for: results, gradients and steps together."""
+
+_STEPS = ggml_op.GGML_OP_OPT_STEP_ADAMW, ggml_op.GGML_OP_OPT_STEP_SGD
 
 
 class Model(NamedTuple):
@@ -101,6 +104,7 @@ class Engine:
         self.context = self._optimisation(copies[self.model.outputs._address])
         made.callback(capi.ggml_opt_free, self.context)
         self.labels = capi.ggml_opt_labels(self.context)
+        self._reserve()
 
     def _stand_in(self, parameter: Tensor) -> types.ggml_tensor:
         original = parameter.handle
@@ -134,7 +138,8 @@ class Engine:
     def _allocate_inputs(self) -> None:
         kind = capi.ggml_backend_get_default_buffer_type(self.scheduler.backends[0].handle)
         size = capi.ggml_backend_buft_get_alloc_size(kind, self.inputs)
-        buffer = capi.ggml_backend_buft_alloc_buffer(kind, size)
+        with raises_memory_error():
+            buffer = capi.ggml_backend_buft_alloc_buffer(kind, size)
         self._made.callback(capi.ggml_backend_buffer_free, buffer)
         base = capi.ggml_backend_buffer_get_base(buffer)
         assert base is not None  # inputs are not empty
@@ -155,6 +160,8 @@ class Engine:
         try:
             return capi.ggml_opt_init(params)
         except AbortError as error:
+            if "failed to allocate" in error.log:  # what is as large as the parameters, for each
+                raise StatusMemoryError(str(error), capi.GGML_STATUS_ALLOC_FAILED) from error
             if "n_nodes < cgraph->size" in error.message:
                 raise NotSupportedError(
                     f"ggml trains graphs of at most {GRAPH_SIZE} results, gradients and steps; "
@@ -167,6 +174,40 @@ class Engine:
                     + ", ".join(sorted(map(str, names)))
                 ) from error
             raise
+
+    def _reserve(self) -> None:
+        """Have the memory for a step, without which ggml would go on and crash."""
+        measured = (capi.ggml_opt_loss, capi.ggml_opt_pred, capi.ggml_opt_ncorrect)
+        results = [*(function(self.context) for function in measured), *self._nodes(*_STEPS)]
+        spare = capi.ggml_init(
+            mem_size=capi.ggml_graph_overhead_custom(2 * GRAPH_SIZE, False), no_alloc=True
+        )
+        try:
+            graph = capi.ggml_new_graph_custom(spare, 2 * GRAPH_SIZE, False)
+            for one in results:
+                if one is not None:
+                    capi.ggml_build_forward_expand(graph, one)
+            count = capi.ggml_graph_n_nodes(graph)
+            nodes: list[Any] = [capi.ggml_graph_node(graph, i) for i in range(count)]
+            operands = [list(node.src) for node in nodes]
+            try:
+                with raises_memory_error():
+                    capi.ggml_backend_sched_reserve(self._scheduler, graph)
+            finally:  # it has put copies of operands, on other backends, in their place
+                for node, sources in zip(nodes, operands, strict=True):
+                    node.src = sources
+        finally:
+            capi.ggml_free(spare)
+
+    def _nodes(self, *operations: ggml_op) -> list[types.ggml_tensor]:
+        """Those of the graphs that are made by these operations."""
+        found = []
+        tensor = capi.ggml_get_first_tensor(self._context)
+        while tensor is not None:
+            if tensor.op in operations:
+                found.append(tensor)
+            tensor = capi.ggml_get_next_tensor(self._context, tensor)
+        return found
 
     # ---- computing
 
@@ -226,14 +267,11 @@ class Engine:
         """Operands of the steps in the graph, for ggml has no function that gives them."""
         numbers = {address(one.handle.data): i for i, one in enumerate(self.model.parameters)}
         found = {}
-        tensor = capi.ggml_get_first_tensor(self._context)
-        while tensor is not None:
-            if tensor.op == ggml_op.GGML_OP_OPT_STEP_ADAMW:
-                parameter, m, v = (tensor.src[i] for i in (0, 2, 3))
-                number = numbers[address(parameter.data)]
-                ndim = self.model.parameters[number].ndim
-                found[number] = self._tensor(m, ndim), self._tensor(v, ndim)
-            tensor = capi.ggml_get_next_tensor(self._context, tensor)
+        for node in self._nodes(ggml_op.GGML_OP_OPT_STEP_ADAMW):
+            parameter, m, v = (node.src[i] for i in (0, 2, 3))
+            number = numbers[address(parameter.data)]
+            ndim = self.model.parameters[number].ndim
+            found[number] = self._tensor(m, ndim), self._tensor(v, ndim)
         return found
 
 

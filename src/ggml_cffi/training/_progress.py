@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,8 @@ class Bar:
 
     def __init__(self, total: int, wanted: bool | None) -> None:
         self._bar: Any = None
-        if wanted is False:
+        # not left to tqdm, which begins a thread for a bar that it does not show as well
+        if wanted is False or (wanted is None and not _is_terminal()):
             return
         try:
             module: Any = importlib.import_module("tqdm")
@@ -26,10 +28,7 @@ class Bar:
             if wanted:
                 raise
             return
-        disable = None if wanted is None else False
-        self._bar = module.tqdm(
-            total=total, unit="batch", delay=DELAY, disable=disable, dynamic_ncols=True
-        )
+        self._bar = module.tqdm(total=total, unit="batch", delay=DELAY, dynamic_ncols=True)
 
     def describe(self, text: str) -> None:
         """What stands before the bar."""
@@ -56,3 +55,7 @@ class Bar:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
