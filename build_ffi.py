@@ -29,6 +29,9 @@ _WITNESSES = {
     "ggml-cpu": "ggml_backend_cpu_reg",
 }
 
+# The oldest Python that the extension is for: that of the wheel's tag.
+_API = ("Py_LIMITED_API", "0x030a0000")
+
 _LOADER_CDEF = "const char *ggml_cffi_library_of(const char *library);"
 _LOADER_SOURCE = """
 #include <cstring>
@@ -88,7 +91,7 @@ def ffibuilder(
         generated.source + _LOADER_SOURCE.format(witnesses=witnesses),
         source_extension=".cpp",
         include_dirs=[str(path) for path in generated.include_dirs],
-        define_macros=[] if limited_api() else [("_CFFI_NO_LIMITED_API", None)],
+        define_macros=[_API if limited_api() else ("_CFFI_NO_LIMITED_API", None)],
         extra_compile_args=_compile_flags(environ),
         py_limited_api=limited_api(),
         **_link_options(generated.libraries, prefix, libs),

@@ -34,6 +34,7 @@ CPP = (
     "guard.hpp",
     "graphs.hpp",
     "raising.hpp",
+    "building.hpp",
 )
 
 

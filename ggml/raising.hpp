@@ -121,7 +121,9 @@ static bool add_to(PyObject * module, const char * name, PyObject * made) {
     return added;
 }
 
-// The module as cffi makes it, with `Failed`, `raised` and `raising`.
+static bool add_builders(PyObject * module); // building.hpp
+
+// The module as cffi makes it, with `Failed`, `raised`, `raising` and what building.hpp adds.
 static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi_type_context_s * context) {
     PyObject * module = _cffi_init(name, version, context);
     if (!module) {
@@ -143,7 +145,8 @@ static PyObject * init(const char * name, Py_ssize_t version, const struct _cffi
     Py_XINCREF(failed_class); // add_to takes a reference
     Py_XINCREF(raised_by_number);
     if (!add_to(module, "Failed", failed_class) || !add_to(module, "raised", raised_by_number) || !complete ||
-        !add_to(module, "raising", PyCFunction_NewEx(&raising_definition, nullptr, nullptr))) {
+        !add_to(module, "raising", PyCFunction_NewEx(&raising_definition, nullptr, nullptr)) ||
+        !add_builders(module)) {
         Py_DECREF(module);
         return nullptr;
     }

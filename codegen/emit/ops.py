@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from .. import ir
-from ..resolve import Arg, Binding, Bound
+from ..resolve import Arg, Binding, Bound, is_float
 from . import pytypes
 from .capi import docstring
 
@@ -16,6 +16,16 @@ without the prefix.
 """
 '''
 
+_IMPORTS = (
+    "from .. import capi as _capi",
+    "from .._building import build as _build, copy as _copy, operation as _operation",
+    "from ..dtypes import element_type as _element_type",
+    "from . import enums as _enums\n",
+)
+
+#: What building.hpp takes as it is, by the kind of the parameter.
+_PLAIN = {"number": "i", "enum": "i", "bool": "b"}
+
 _TENSOR = "struct ggml_tensor *"
 _SIZES = ("ne0", "ne1", "ne2", "ne3")  # parameters that say what shape the result has
 
@@ -23,10 +33,7 @@ _SIZES = ("ne0", "ne1", "ne2", "ne3")  # parameters that say what shape the resu
 def emit(binding: Binding) -> str:
     """The module."""
     parts = [_HEAD.format(version=binding.version)]
-    parts.append("from .. import capi as _capi")
-    parts.append("from .._building import build as _build, copy as _copy")
-    parts.append("from ..dtypes import element_type as _element_type")
-    parts.append("from . import enums as _enums\n")
+    parts += _IMPORTS
     bound = operations(binding)
     parts.append("__all__ = [")
     parts += [f'    "{_name(b)}",' for b in bound]
@@ -143,5 +150,31 @@ def _function(binding: Binding, bound: Bound) -> str:
     lines = [f"\n\ndef {_name(bound)}({', '.join(words)}):"]
     text = docstring(binding, bound).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     lines.append(textwrap.indent(f'"""{text}\n"""', "    "))
-    lines.append(f"    return _build(_capi.{bound.name}, {{{named}}}, ctx, {axes or None})")
-    return "\n".join(lines)
+    kinds = _kinds(binding, bound)
+    if kinds is None:
+        call = f"_build(_capi.{bound.name}, {{{named}}}, ctx, {axes or None})"
+        return "\n".join([*lines, f"    return {call}"])
+    names = ", ".join(f'"{arg.name}"' for arg in visible)
+    made = f'_operation("{bound.name}", ({names},), "{kinds}", {axes or None})'
+    given = ", ".join(["ctx", *(_given(arg) for arg in visible)])
+    lines.append(f"    return _{_name(bound)}({given})")
+    return "\n".join([f"\n\n_{_name(bound)} = {made}", *lines])
+
+
+def _kinds(binding: Binding, bound: Bound) -> str | None:
+    """A letter for each parameter, as `_building.operation` takes them; None where one has none."""
+    if bound.function.deprecated is not None:
+        return None  # capi's function warns
+    kinds = ""
+    for arg in _visible(bound):
+        if arg.op_copy:
+            return None
+        if _of_tensor(arg):
+            kinds += "n" if arg.nullable else "t"
+        elif arg.kind == "number" and is_float(binding.api, arg.type):
+            kinds += "f"
+        elif arg.kind in _PLAIN:
+            kinds += _PLAIN[arg.kind]
+        else:
+            return None
+    return kinds if "t" in kinds else None

@@ -67,7 +67,7 @@ def custom(
     tasks = capi.GGML_N_TASKS_MAX if n_tasks is None else n_tasks
     with context._lock:
         handle = capi.ggml_custom_4d(
-            context._results(), kind, n0, n1, n2, n3, [one.handle for one in operands], call, tasks
+            context._room(), kind, n0, n1, n2, n3, [one.handle for one in operands], call, tasks
         )
     return Tensor(handle, context, len(wanted))
 

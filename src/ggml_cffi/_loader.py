@@ -1,7 +1,8 @@
 """Imports the extension so that only the ggml it was built for can serve it, and checks that.
 
 Gives `lib` and `ffi`; `raising`, which makes of a function of `lib` one that raises `Failed`, and
-`raised`, where that finds what callbacks raised (ggml/raising.hpp). Raises ImportError, with what
+`raised`, where that finds what callbacks raised (ggml/raising.hpp); and what makes tensor objects
+in C++ (ggml/building.hpp). Raises ImportError, with what
 to do, where the extension is missing, cannot be loaded, or is served by a ggml other than the one
 it was compiled against.
 """
@@ -22,13 +23,17 @@ from typing import Any
 
 __all__ = [
     "Failed",
+    "Room",
     "ffi",
+    "leaves",
     "lib",
     "library_files",
     "load_backends",
     "module_files",
+    "operation",
     "raised",
     "raising",
+    "tensor_class",
 ]
 
 PACKAGE = Path(__file__).resolve().parent
@@ -287,3 +292,5 @@ def _load() -> Any:
 _module = _load()
 lib, ffi = _module.lib, _module.ffi
 Failed, raised, raising = _module.Failed, _module.raised, _module.raising
+Room, leaves, operation = _module.Room, _module.leaves, _module.operation
+tensor_class = _module.tensor_class

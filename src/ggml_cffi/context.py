@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import threading
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import capi
+from . import _runtime, capi
 from ._handles import Owned, address
-from ._loader import lib
+from ._loader import Room, leaves, lib
 from ._memory import raises_memory_error
 from ._placement import check_weights, reorders
 from .backend import Backend
 from .capi import types
 from .device import Device, device
-from .dtypes import element_type, type_name
+from .dtypes import element_type, type_name, types_by_name
 from .enums import ggml_backend_buffer_usage, ggml_type
 
 if TYPE_CHECKING:
@@ -28,38 +29,79 @@ __all__ = ["Context"]
 
 MAX_DIMS = 4
 WEIGHTS = ggml_backend_buffer_usage.GGML_BACKEND_BUFFER_USAGE_WEIGHTS
-_FIRST_ARENA, _LARGEST_ARENA = 64, 1 << 14  # tensors that an arena is made for
-_SPARE = 32  # tensors that an operation may make at most
+_FIRST_ARENA, _LARGEST_ARENA = 64, 1 << 10  # calls that an arena is made for
+_SPARE = 16  # tensors that an operation may make at most
+_LEAF, _INPUT, _RESULT = range(3)  # as building.hpp numbers them
+_TOO_LARGE = 1 << 60
+
+
+class _Arenas(list[types.ggml_context]):
+    """Arenas of ggml's, where tensors of a kind are described: another one if the newest is full.
+
+    The `room`, which is the context's lock too, knows how many calls the newest has room for.
+    """
+
+    __slots__ = ("kind", "newest", "room", "wanted")
+
+    def __init__(self, room: Any, kind: int, wanted: int = 1) -> None:
+        self.room = room
+        self.kind = kind
+        self.wanted = wanted  # tensors that a call makes at most
+        self.newest: types.ggml_context | None = None
+
+    def take(self) -> types.ggml_context:
+        """The arena for one call more; with the room's lock."""
+        if (arena := self.room.take(self.kind)) is None:
+            self._make_room()
+            arena = self.room.take(self.kind)
+        found: types.ggml_context = arena
+        return found
+
+    def _make_room(self) -> None:
+        size = capi.ggml_tensor_overhead()
+        left = 0
+        if self.newest is not None:
+            free = capi.ggml_get_mem_size(self.newest) - capi.ggml_used_mem(self.newest)
+            left = free // (self.wanted * size)
+        if not left:
+            left = min(_FIRST_ARENA << len(self), _LARGEST_ARENA)
+            self.newest = capi.ggml_init(mem_size=left * self.wanted * size, no_alloc=True)
+            self.append(self.newest)
+        self.room.open(self.kind, self.newest, left)
 
 
 class _Store:
     """What a context has of ggml: arenas of tensors, and buffers with their numbers."""
 
-    def __init__(self) -> None:
-        self.leaves: list[types.ggml_context] = []
-        self.inputs: list[types.ggml_context] = []
-        self.results: list[types.ggml_context] = []
+    def __init__(self, room: Any) -> None:
+        self.room = room
+        self.leaves = _Arenas(room, _LEAF)
+        self.inputs = _Arenas(room, _INPUT)
+        self.results = _Arenas(room, _RESULT, _SPARE)
         self.buffers: list[types.ggml_backend_buffer] = []
         self.keep: list[object] = []  # memory that buffers are made on, for as long as they are
+        _stores.add(self)
 
     def free(self) -> None:
-        for buffer in self.buffers:
-            capi.ggml_backend_buffer_free(buffer)
-        self.keep.clear()
-        for arena in [*self.results, *self.inputs, *self.leaves]:
-            capi.ggml_free(arena)
+        with self.room:  # an operation that another thread has begun is made first
+            self.room.shut()
+            for buffer in self.buffers:
+                capi.ggml_backend_buffer_free(buffer)
+            self.keep.clear()
+            for arena in [*self.results, *self.inputs, *self.leaves]:
+                capi.ggml_free(arena)
 
 
-def _room(arenas: list[types.ggml_context], wanted: int) -> types.ggml_context:
-    """The newest arena, or another one where that is full: `wanted` tensors fit."""
-    size = capi.ggml_tensor_overhead()
-    if arenas:
-        last = arenas[-1]
-        if capi.ggml_get_mem_size(last) - capi.ggml_used_mem(last) >= wanted * size:
-            return last
-    count = max(wanted, min(_FIRST_ARENA << len(arenas), _LARGEST_ARENA))
-    arenas.append(capi.ggml_init(mem_size=count * size, no_alloc=True))
-    return arenas[-1]
+_stores: weakref.WeakSet[_Store] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    """In a forked child: what was made before is refused there; a thread may have had the lock."""
+    for store in _stores:
+        store.room.renew()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class Context(Owned[_Store]):
@@ -74,9 +116,10 @@ class Context(Owned[_Store]):
     """
 
     def __init__(self) -> None:
-        store = _Store()
+        self._lock = Room()
+        store = _Store(self._lock)
         super().__init__(store, _Store.free)
-        self._lock = threading.RLock()
+        self._leaves, self._inputs, self._results = store.leaves, store.inputs, store.results
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
@@ -93,24 +136,23 @@ class Context(Owned[_Store]):
         Raises ValueError for a shape of more than 4 axes or with negative ones, and where the last
         axis is no multiple of the type's block; TypeError for what is no shape.
         """
-        return self._leaf(self.handle.leaves, shape, dtype, name)
+        made: Tensor | None = _new_leaf(self, self._lock, _LEAF, shape, dtype)
+        if made is None:  # to be refused, or to be looked at more closely
+            return self._leaf(self._leaves, shape, dtype, name)
+        if name is not None:
+            made.name = name
+        return made
 
     def input(self, shape: int | Sequence[int], dtype: object = "f32", name: str = "") -> Tensor:
         """A tensor that never has memory of its own: an input of the graphs that it is part of.
 
         Its numbers are given at each run of a compiled graph, by its name. Raises as `tensor` does.
         """
-        return self._leaf(self.handle.inputs, shape, dtype, name)
+        return self._leaf(self._inputs, shape, dtype, name)
 
     def _leaf(
-        self,
-        arenas: list[types.ggml_context],
-        shape: int | Sequence[int],
-        dtype: object,
-        name: str | None,
+        self, arenas: _Arenas, shape: int | Sequence[int], dtype: object, name: str | None
     ) -> Tensor:
-        from .tensor import Tensor
-
         kind = element_type(dtype)
         wanted = shape_of(shape)
         block = capi.ggml_blck_size(kind)
@@ -119,12 +161,13 @@ class Context(Owned[_Store]):
                 f"shape is {wanted}: its last axis must be a multiple of {block}, a block of "
                 f"{type_name(kind)}"
             )
+        self.handle  # noqa: B018 # raises where it is closed, and after a fork
         with self._lock:
-            arena = _room(arenas, 1)
-            handle = capi.ggml_new_tensor(arena, kind, ne_of(wanted))
+            self.handle  # noqa: B018 # nor closed since
+            handle = capi.ggml_new_tensor_4d(arenas.take(), kind, *ne_of(wanted))
             if name is not None:
                 capi.ggml_set_name(handle, name)
-        return Tensor(handle, self, len(wanted))
+        return _tensor.Tensor(handle, self, len(wanted))
 
     def from_numpy(
         self, array: npt.ArrayLike, name: str | None = None, dtype: object = None
@@ -136,11 +179,9 @@ class Context(Owned[_Store]):
 
         Raises ValueError and TypeError as `tensor` and `Tensor.set` do.
         """
-        from .tensor import check_numbers
-
         numbers = np.asarray(array)
         tensor = self.tensor(numbers.shape, numbers.dtype if dtype is None else dtype, name)
-        check_numbers(tensor, numbers, "same_kind")
+        _tensor.check_numbers(tensor, numbers, "same_kind")
         self._pending[tensor._address] = numbers
         return tensor
 
@@ -175,8 +216,6 @@ class Context(Owned[_Store]):
         device fails, ValueError for a tensor that such memory does not take
         (`Device.supports_weight`). Then no tensor has memory that had none before.
         """
-        from .tensor import Tensor, is_without_memory
-
         target = device(target) if isinstance(target, str) else target
         where = target.device if isinstance(target, Backend) else target
         if not isinstance(where, Device):
@@ -186,13 +225,16 @@ class Context(Owned[_Store]):
             store = self.handle
             done: list[types.ggml_backend_buffer] = []
             if reorders(kind):
-                bare = (t for a in store.leaves for t in _tensors(a) if is_without_memory(t))
+                bare = (
+                    t for a in store.leaves for t in _tensors(a) if _tensor.is_without_memory(t)
+                )
                 check_weights(where.handle, kind, map(_described, bare))
             try:
                 for arena in store.leaves:
                     # ggml refuses where all of them are empty
                     if any(
-                        is_without_memory(t) and not capi.ggml_is_empty(t) for t in _tensors(arena)
+                        _tensor.is_without_memory(t) and not capi.ggml_is_empty(t)
+                        for t in _tensors(arena)
                     ):
                         with raises_memory_error():
                             done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
@@ -209,7 +251,7 @@ class Context(Owned[_Store]):
                 for handle in _tensors(arena):
                     numbers = self._pending.pop(address(handle), None)
                     if numbers is not None:
-                        Tensor(handle, self, numbers.ndim).set(numbers)
+                        _tensor.Tensor(handle, self, numbers.ndim).set(numbers)
             return sum(capi.ggml_backend_buffer_get_size(buffer) for buffer in done)
 
     def close(self) -> None:
@@ -224,9 +266,10 @@ class Context(Owned[_Store]):
                 )
             self._close()
 
-    def _results(self) -> types.ggml_context:
-        """Where operations make their results."""
-        return _room(self.handle.results, _SPARE)
+    def _room(self) -> types.ggml_context:
+        """Where an operation makes its results. Raises where it is closed, and after a fork."""
+        self.handle  # noqa: B018
+        return self._results.take()
 
     def _need(self, others: Iterator[Context]) -> None:
         """Keep other contexts for as long as this one: its tensors are made from theirs."""
@@ -288,7 +331,7 @@ def shape_of(shape: object) -> tuple[int, ...]:
         raise TypeError(f"shape is {shape!r}, expected integers") from None
     if len(found) > MAX_DIMS:
         raise ValueError(f"shape is {found}, expected at most {MAX_DIMS} axes")
-    if any(n < 0 for n in found) or math.prod(n or 1 for n in found) >= 1 << 60:
+    if any(n < 0 for n in found) or math.prod(n or 1 for n in found) >= _TOO_LARGE:
         raise ValueError(f"shape is {found}: an axis is negative, or all are too large")
     return found
 
@@ -297,3 +340,11 @@ def ne_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     """In ggml's order: the innermost axis first."""
     n0, n1, n2, n3 = [*reversed(shape), 1, 1, 1, 1][:MAX_DIMS]
     return n0, n1, n2, n3
+
+
+from . import tensor as _tensor  # noqa: E402 # it needs what is above
+
+_new_leaf = leaves(
+    _runtime.raising("ggml_new_tensor_4d", _runtime.spec("ggml_new_tensor_4d").fails),
+    {name: int(kind) for name, kind in types_by_name().items()},
+)

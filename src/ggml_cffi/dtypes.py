@@ -45,13 +45,13 @@ def element_type(value: object) -> ggml_type:
             return ggml_type(value)
         except ValueError:
             raise ValueError(f"{value} is no ggml_type") from None
-    if isinstance(value, str) and value.lower() in _by_name():
-        return _by_name()[value.lower()]
+    if isinstance(value, str) and value.lower() in types_by_name():
+        return types_by_name()[value.lower()]
     try:
         dtype = np.dtype(value)  # type: ignore[call-overload] # it is asked what it is
     except TypeError:
         if isinstance(value, str):
-            names = ", ".join(type_name(kind) for kind in _by_name().values())
+            names = ", ".join(type_name(kind) for kind in types_by_name().values())
             raise ValueError(f"{value!r} is no type of ggml's; these are: {names}") from None
         raise TypeError(
             f"{value!r} ({type(value).__name__}) is no type: expected a ggml_type, a name or a "
@@ -64,7 +64,7 @@ def element_type(value: object) -> ggml_type:
             name = candidate
     if name is None:
         raise ValueError(f"ggml has no type for NumPy's {dtype.name}")
-    return _by_name()[name]
+    return types_by_name()[name]
 
 
 def numpy_dtype(type: ggml_type | int) -> np.dtype[Any] | None:
@@ -84,7 +84,8 @@ def numpy_dtype(type: ggml_type | int) -> np.dtype[Any] | None:
 _names: dict[str, ggml_type] = {}
 
 
-def _by_name() -> dict[str, ggml_type]:
+def types_by_name() -> dict[str, ggml_type]:
+    """The types of ggml by their names, in lower case."""
     if not _names:
         for kind in ggml_type:
             name = None if kind.name.endswith("_COUNT") else capi.ggml_type_name(kind)

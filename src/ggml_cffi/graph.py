@@ -71,6 +71,12 @@ class Graph:
         return [t for t in self.tensors if t.op != ggml_op.GGML_OP_NONE]
 
     @property
+    def n_nodes(self) -> int:
+        """The number of `nodes`, without an object for each."""
+        n: int = lib.ggml_cffi_n_nodes(self._handles(), len(self._named))
+        return n
+
+    @property
     def inputs(self) -> list[Tensor]:
         """The tensors that a run needs numbers of."""
         return [t for t in self.tensors if self._is_input(t) and self._constant(t) is None]
@@ -112,11 +118,14 @@ class Graph:
         return to_svg(self.to_dot())
 
     def _order(self) -> list[types.ggml_tensor]:
-        outputs = ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
+        outputs = self._handles()
         count = lib.ggml_cffi_order(outputs, len(self._named), ffi.NULL, 0)
         order = ffi.new("struct ggml_tensor *[]", count)
         lib.ggml_cffi_order(outputs, len(self._named), order, count)
         return list(order)
+
+    def _handles(self) -> Any:
+        return ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
 
     def _tensor(self, handle: types.ggml_tensor) -> Tensor:
         return Tensor(handle, self._contexts[0])

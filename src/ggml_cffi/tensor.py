@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from . import capi, quants
 from ._handles import address
-from ._loader import ffi
+from ._loader import ffi, lib, tensor_class
 from ._placement import is_reordered
 from .capi import types
 from .context import Context
@@ -33,18 +34,22 @@ class Tensor:
     alive. Two objects may stand for the same tensor: they are equal then.
     """
 
-    __slots__ = ("__weakref__", "_address", "_context", "_handle", "_ndim")
+    __slots__ = ("__weakref__", "_context", "_handle", "_ndim", "_room")
     __array_ufunc__ = None  # NumPy's operators leave it to ours
 
     def __init__(
         self, handle: types.ggml_tensor, context: Context, ndim: int | None = None
     ) -> None:
         self._handle = handle
-        self._address = address(handle)
         self._context = context
+        self._room = context._lock  # where building.hpp makes what it is an operand of
         self._ndim = n_dims(handle) if ndim is None else ndim
 
     # ---- what it is
+
+    @property
+    def _address(self) -> int:
+        return address(self._handle)
 
     @property
     def handle(self) -> types.ggml_tensor:
@@ -267,17 +272,27 @@ class Tensor:
         return f"<Tensor{name} {type_name(self.type)} {self.shape}{op}>"
 
 
+_POINTER = ffi.typeof("struct ggml_tensor *")
+tensor_class(
+    Tensor,
+    *(getattr(Tensor, slot) for slot in ("_handle", "_context", "_ndim", "_room")),
+    *(_POINTER, ffi.cast(_POINTER, ffi.NULL)),
+)
+
+
 def _binary(name: str, left: object, right: object) -> Any:
     from ._arithmetic import binary
 
     return binary(name, left, right)
 
 
+#: As many axes as it takes to tell the shape, those of no elements too; none for a single number.
+n_axes: Callable[[Any], int] = lib.ggml_cffi_n_axes
+
+
 def n_dims(handle: Any) -> int:
-    """As many axes as it takes to tell the shape; ggml's count overlooks those of no elements."""
-    if capi.ggml_is_empty(handle):
-        return next((i + 1 for i in (3, 2, 1) if handle.ne[i] != 1), 1)
-    return capi.ggml_n_dims(handle)
+    """As `n_axes`, but that a single number has one, as ggml counts."""
+    return n_axes(handle) or 1
 
 
 # ---- memory
