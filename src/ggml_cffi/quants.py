@@ -7,10 +7,11 @@ shape ``(..., n // block_size * type_size)``.
 
 from __future__ import annotations
 
+import collections
 import math
 import operator
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,11 @@ def _quantizer(kind: ggml_type, n: int) -> Callable[..., None]:
         capi.ggml_quantize_chunk(kind, np.zeros(n, np.float32), row, 0, 0, n, weights)
 
     def by_chunk(numbers: Any, blocks: Any, weights: Any) -> None:
-        capi.ggml_quantize_chunk(kind, numbers, blocks, 0, len(numbers), n, weights)
+        source = ffi.from_buffer("float[]", numbers)
+        target = ffi.from_buffer(blocks, require_writable=True)
+        importance = ffi.NULL if weights is None else ffi.from_buffer("float[]", weights)
+        given = (kind, source, target, 0, len(numbers), n, importance)
+        _runtime.call("ggml_quantize_chunk", *given)  # capi's would look at the sizes each time
 
     return by_chunk
 
@@ -220,23 +225,49 @@ def _share_out(
     count = usable_cores() if threads is None else operator.index(threads)
     if count < 1:
         raise ValueError(f"threads is {threads}, expected 1 or more")
+    todo = collections.deque(chunks)
+    finished: collections.deque[int] = collections.deque()
+    errors: list[BaseException] = []
     done = 0
-    if count == 1 or len(chunks) < 2:
-        for start, stop in chunks:
-            work(start, stop)
-            done += stop - start
+
+    def convert() -> bool:
+        try:
+            start, stop = todo.popleft()
+        except IndexError:
+            return False
+        work(start, stop)
+        finished.append(stop - start)
+        return True
+
+    def help_out() -> None:
+        try:
+            while convert():
+                pass
+        except BaseException as error:
+            errors.append(error)
+            todo.clear()
+
+    def tell() -> None:
+        nonlocal done
+        while finished:
+            done += finished.popleft()
             if progress:
                 progress(done, total)
-        return
-    with ThreadPoolExecutor(min(count, len(chunks))) as pool:
-        ranges = {pool.submit(work, start, stop): stop - start for start, stop in chunks}
-        try:
-            for future in as_completed(ranges):
-                future.result()
-                done += ranges[future]
-                if progress:
-                    progress(done, total)
-        except BaseException:
-            for future in ranges:
-                future.cancel()
-            raise
+
+    # The calling thread works as well: one that only waited would be woken for every chunk, and
+    # take a core and the GIL from those that work.
+    helpers = [threading.Thread(target=help_out) for _ in range(min(count, len(chunks)) - 1)]
+    begun: list[threading.Thread] = []
+    try:
+        for helper in helpers:
+            helper.start()
+            begun.append(helper)
+        while convert():
+            tell()
+    finally:
+        todo.clear()  # nothing is left, or an exception is on its way
+        for helper in begun:
+            helper.join()
+    if errors:
+        raise errors[0]
+    tell()
