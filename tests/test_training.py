@@ -13,6 +13,7 @@ import math
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from ggml_cffi import (
     device,
     diagnostics,
     ops,
+    quants,
 )
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
 from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _progress
@@ -555,6 +557,36 @@ def test_too_little_memory_for_a_trainer(tmp_path: Any) -> None:
     assert wanted <= set(where) and enough == "True"
 
 
+def test_weights_that_stay_as_they_are_may_be_quantised(ctx: Context) -> None:
+    """Gradients go through them; in memory with an order of its own ggml has none of them."""
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((2, 64, 64), np.float32) / 8
+    rows = rng.standard_normal((20, 64), np.float32)
+    special = device("CPU").buffer_types[1:]
+    w = ctx.from_numpy(numbers[0], name="w")
+    x = ctx.input((10, 64), name="x")
+    ctx.allocate("CPU")
+    hidden = ops.mul_mat(w, x)
+    for kind in (None, *(k for k in special if device("CPU").supports_weight(k, "q4_0", (64, 64)))):
+        with Context() as frozen:
+            q = frozen.from_numpy(numbers[1], name="q", dtype="q4_0")
+            frozen.allocate("CPU", buffer_type=kind)
+            y = ops.mul_mat(q, hidden)
+            if kind is not None:
+                with pytest.raises(NotSupportedError, match="an order of its own"):
+                    Trainer(x, y, "mean_squared_error", n_threads=1)
+                continue
+            with Trainer(x, y, "mean_squared_error", SGD(0.5), n_threads=1) as made:
+                assert made.parameters == (w,)
+                made.fit(Dataset(rows[:10], rows[10:]))
+            weights = quants.dequantize(quants.quantize(numbers[1], "q4_0"), "q4_0").astype(float)
+            error = rows[:10] @ numbers[0].T.astype(float) @ weights.T - rows[10:]
+            gradient = (2 * error / error.size @ weights).T @ rows[:10]
+            found = (numbers[0] - w.numpy()) / 0.5
+            # products with blocks of 4 bits round the other operand to 8
+            assert np.linalg.norm(found - gradient) < 0.02 * np.linalg.norm(gradient)
+
+
 # ---- where it is computed, and by whom
 
 
@@ -613,6 +645,61 @@ def test_threads_take_turns(ctx: Context) -> None:
     for thread in threads:
         thread.join(60)
     assert errors == [] and made.epochs == 3 * 5 * 2 and made.steps == 6 * made.epochs
+
+
+FORK = """
+import os, signal, sys, threading
+from _network import Network, data
+from ggml_cffi import Context
+from ggml_cffi.training import Dataset, Trainer
+
+def train(made, **options):
+    made.fit(dataset, **options)
+
+def network():
+    made = Network(Context())
+    return Trainer(made.x, made.y, n_threads=1)
+
+dataset, made, inside, end = Dataset(*data()), network(), threading.Event(), threading.Event()
+
+def wait(epoch, numbers):
+    inside.set()
+    end.wait()
+
+thread = threading.Thread(target=train, args=(made,), kwargs={"on_epoch": wait})
+thread.start()
+inside.wait()
+pid = os.fork()  # while the thread trains, and holds the trainer's lock
+if not pid:
+    signal.alarm(20)
+    for use in (train, lambda one: one.predict(dataset.data), lambda one: one.save("x.gguf")):
+        try:
+            use(made)
+        except RuntimeError as error:
+            assert "the Trainer was made before a fork" in str(error)
+        else:
+            os._exit(3)
+    other = network()
+    train(other)
+    os._exit(0 if other.steps == 6 else 4)
+end.set()
+thread.join()
+train(made)
+assert made.epochs == 2
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_after_a_fork() -> None:
+    """The child is refused what its parent trains, and trains others."""
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (child.returncode, child.stderr) == (0, "")
 
 
 # ---- closing
@@ -723,8 +810,8 @@ def test_what_a_trainer_is_made_of(ctx: Context) -> None:
     network = Network(ctx)
     other = ctx.input((BATCH, N_OUT), name="other")
     spare = ctx.tensor(3, name="spare")
-    integers = ctx.from_numpy(np.zeros((3, 3), np.int32))
     late = ctx.tensor((BATCH, N_OUT), name="late")
+    given = ctx.from_numpy(X[:BATCH], name="given")
     w1 = network.weights["w1"]
     x, y = network.x, network.y
     cases: list[tuple[Any, dict[str, Any], Any, str]] = [
@@ -732,6 +819,7 @@ def test_what_a_trainer_is_made_of(ctx: Context) -> None:
         ((x, X), {}, TypeError, "outputs is a ndarray, expected a Tensor"),
         ((other, y), {}, ValueError, "inputs is .*'other'.* that outputs are made from"),
         ((w1, y), {}, ValueError, "inputs is .*'w1'.* without memory"),
+        ((given, given @ w1.T), {}, ValueError, "inputs is .*'given'.* without memory"),
         ((x, y + other), {}, ValueError, "also made from .*'other'.* has no memory"),
         ((x, y + late), {}, ValueError, "also made from .*'late'.* Context.allocate"),
         ((x, y.T), {}, ValueError, r"outputs has shape \(3, 10\), expected \(10, k\)"),
@@ -760,7 +848,6 @@ def test_what_a_trainer_is_made_of(ctx: Context) -> None:
         ((x, y), {"seed": -1}, ValueError, "seed is -1, expected 0 or more"),
         ((x, y), {"seed": "x"}, TypeError, "seed is 'x'"),
     ]
-    assert integers.op == 0
     for arguments, options, error, words in cases:
         with pytest.raises(error, match=words):
             Trainer(*arguments, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ class Engine:
         self._lock = threading.RLock()
         self._lent = 0
         self._made = contextlib.ExitStack()
+        self._end = weakref.finalize(self, self._made.close)  # an interrupt may come at any time
+        self._end.atexit = False
         try:
             self._build()
         except BaseException:
@@ -75,7 +78,7 @@ class Engine:
     def free(self) -> None:
         """Free it all; its parameters stay as they are."""
         self.closed = True
-        self._made.close()
+        self._end()
 
     # ---- building
 
@@ -193,6 +196,13 @@ class Engine:
             try:
                 with raises_memory_error():
                     capi.ggml_backend_sched_reserve(self._scheduler, graph)
+            except AbortError as error:
+                if "cur_backend_id != -1" not in error.message:
+                    raise
+                raise NotSupportedError(
+                    "none of the target's backends computes a gradient that is needed: there is "
+                    "none of weights in memory that has an order of its own"
+                ) from error
             finally:  # it has put copies of operands, on other backends, in their place
                 for node, sources in zip(nodes, operands, strict=True):
                     node.src = sources

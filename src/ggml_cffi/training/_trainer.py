@@ -203,7 +203,7 @@ class Trainer(Owned[_Store]):
         for data that are indices out of range, AbortError where ggml gives up, and what `on_epoch`
         and a schedule raise.
         """
-        with self._lock:
+        with self._using():
             self._check(dataset)
             epochs = count("epochs", epochs)
             training, validation = _split(dataset, validation_split, validation_data)
@@ -293,7 +293,7 @@ class Trainer(Owned[_Store]):
 
         Raises as `fit` does for data and labels that do not fit, ValueError where there are none.
         """
-        with self._lock:
+        with self._using():
             self._check(dataset)
             if not len(dataset):
                 raise ValueError("the Dataset is empty: there is nothing to evaluate")
@@ -314,7 +314,7 @@ class Trainer(Owned[_Store]):
         Of a classifier they are what softmax makes probabilities of; the class is
         ``outputs.argmax(axis=1)``. Raises as `fit` does for data that do not fit.
         """
-        with self._lock:
+        with self._using():
             array = Dataset(data).data
             self._check(Dataset(array), labels=False)
             found = np.empty((len(array), self._width), np.float32)
@@ -356,7 +356,7 @@ class Trainer(Owned[_Store]):
 
         Raises ValueError for parameters without a name or with the same one, OSError.
         """
-        with self._lock:
+        with self._using():
             state = None
             if optimizer_state:
                 moments = self._current_moments()
@@ -372,8 +372,7 @@ class Trainer(Owned[_Store]):
         Raises GGUFError where the file lacks a parameter, has another shape of it or the state of
         another optimiser; then nothing has changed. OSError where it cannot be read.
         """
-        with self._lock:
-            self.handle  # noqa: B018 # raises where it is closed
+        with self._using():
             numbers, state = _checkpoint.load(path, self._named())
             if state is None:
                 state = _checkpoint.State(self._name, 0, 0, {})
@@ -410,6 +409,14 @@ class Trainer(Owned[_Store]):
     # ---- closing
 
     @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """By one thread at a time. Raises where it is closed, or was made before a fork."""
+        self.handle  # noqa: B018 # before the lock, which a fork may have copied as it was held
+        with self._lock:
+            self.handle  # noqa: B018 # another thread may have closed it meanwhile
+            yield
+
+    @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         self.handle  # noqa: B018 # raises where a callback has closed it
         self._busy = True
@@ -442,7 +449,6 @@ class Trainer(Owned[_Store]):
     def _check(self, dataset: Dataset, labels: bool = True) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(f"a {type(dataset).__name__} was given, expected a Dataset")
-        self.handle  # noqa: B018 # raises where it is closed
         inputs, data = self._model.inputs, dataset.data
         if data.shape[1:] != inputs.shape[1:]:
             wanted = ", ".join(map(str, ("n", *inputs.shape[1:])))
@@ -481,7 +487,7 @@ def _graph(inputs: Tensor, outputs: Tensor) -> Graph:
             raise TypeError(f"{name} is a {type(one).__name__}, expected a Tensor")
     graph = Graph(outputs)
     tensors = graph.tensors
-    if inputs not in tensors or not graph._is_input(inputs):
+    if inputs not in tensors or not graph._is_input(inputs) or graph._constant(inputs) is not None:
         raise ValueError(
             f"inputs is {inputs!r}, expected a tensor without memory that outputs are made from"
         )
