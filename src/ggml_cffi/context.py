@@ -20,7 +20,7 @@ from .backend import Backend
 from .capi import types
 from .device import Device, device
 from .dtypes import element_type, type_name, types_by_name
-from .enums import ggml_backend_buffer_usage, ggml_type
+from .enums import ggml_backend_buffer_usage, ggml_backend_dev_type, ggml_type
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -31,6 +31,7 @@ MAX_DIMS = 4
 WEIGHTS = ggml_backend_buffer_usage.GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 _FIRST_ARENA, _LARGEST_ARENA = 64, 1 << 10  # calls that an arena is made for
 _SPARE = 16  # tensors that an operation may make at most
+_CPU = ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
 _LEAF, _INPUT, _RESULT = range(3)  # as building.hpp numbers them
 _TOO_LARGE = 1 << 60
 
@@ -239,6 +240,10 @@ class Context(Owned[_Store]):
                         with raises_memory_error():
                             done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
                         capi.ggml_backend_buffer_set_usage(done[-1], usage)
+                        if where.type == _CPU:
+                            base = capi.ggml_backend_buffer_get_base(done[-1])
+                            size = capi.ggml_backend_buffer_get_size(done[-1])
+                            lib.ggml_cffi_use_large_pages(base, size)
             except BaseException:
                 for arena, buffer in ((a, b) for a in store.leaves for b in done):
                     lib.ggml_cffi_forget_buffer(arena, buffer)

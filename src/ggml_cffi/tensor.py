@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ class Tensor:
     alive. Two objects may stand for the same tensor: they are equal then.
     """
 
-    __slots__ = ("__weakref__", "_context", "_handle", "_ndim", "_room")
+    __slots__ = ("__weakref__", "_context", "_handle", "_layout", "_ndim", "_room")
+    _layout: _Layout  # not before it is asked for
     __array_ufunc__ = None  # NumPy's operators leave it to ours
 
     def __init__(
@@ -213,12 +214,11 @@ class Tensor:
         that is no output of a compiled graph), for parts of a meta device's tensors, and for
         weights in memory that keeps them in an order of its own (CPU_REPACK, AMX).
         """
-        shares = self.shares_memory
-        if copy is False and not shares:
-            raise ValueError(f"{self!r} shares no memory with NumPy: it has to be copied")
-        if shares:
-            view = _view(self)
+        view = _view(self)
+        if view is not None:
             return view.copy() if copy else view
+        if copy is False:
+            raise ValueError(f"{self!r} shares no memory with NumPy: it has to be copied")
         return _read(self)
 
     def set(self, array: npt.ArrayLike, casting: str = "same_kind") -> None:
@@ -233,8 +233,9 @@ class Tensor:
         numbers = check_numbers(self, np.asarray(array), casting)
         if not self.has_memory and self.size:
             raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
-        if self.shares_memory:
-            _view(self)[...] = numbers
+        view = _view(self)
+        if view is not None:
+            view[...] = numbers
         else:
             _write(self, numbers)
 
@@ -342,37 +343,45 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     return numbers.reshape(wanted)
 
 
-class _Lease:
-    """What an array that shares memory keeps: the tensor, whose context stays open meanwhile."""
-
-    def __init__(self, tensor: Tensor, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-        context = tensor._context
-        with context._lock:
-            context._lent += 1
-        self._end = weakref.finalize(self, _give_back, context)
-        self._end.atexit = False
-
-
-def _give_back(context: Context) -> None:
+def _give_back(context: Context, _: object) -> None:
     with context._lock:
         context._lent -= 1
 
 
-def _view(tensor: Tensor) -> npt.NDArray[Any]:
-    handle, dtype = tensor.handle, tensor.dtype
-    interface = {
-        "version": 3,
-        "shape": tensor.shape,
-        "typestr": "<u2" if tensor.type == _BF16 else dtype.str,
-        "strides": tensor.strides,
-        "data": (int(ffi.cast("uintptr_t", handle.data)), False),
-    }
-    if not tensor.size:
-        return np.empty(tensor.shape, dtype)
-    with tensor._context._lock:
-        tensor.handle  # noqa: B018 # not closed since
-        return np.asarray(_Lease(tensor, interface)).view(dtype)
+_Layout = tuple[Any, "np.dtype[Any]", tuple[int, ...], tuple[int, ...], int]
+"""Of a tensor that shares memory: pointer, dtype, shape, strides and bytes."""
+
+
+def _layout(tensor: Tensor, data: object) -> _Layout | None:
+    """How the tensor lies in memory; None where it shares none. Kept as long as that is there."""
+    try:
+        known: _Layout = tensor._layout
+        if known[0] == data:
+            return known
+    except AttributeError:  # the first time
+        pass
+    if not tensor.shares_memory:
+        return None
+    found = data, tensor.dtype, tensor.shape, tensor.strides, tensor.nbytes
+    tensor._layout = found
+    return found
+
+
+def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
+    """An array that shares the tensor's memory, and keeps its context open; None where none can."""
+    context = tensor._context
+    with context._lock:
+        data = tensor.handle.data
+        layout = _layout(tensor, data)
+        if layout is None:
+            return None
+        _, dtype, shape, strides, nbytes = layout
+        if not nbytes or 0 in shape:
+            return np.empty(shape, dtype)
+        lease = ffi.gc(data, functools.partial(_give_back, context))
+        context._lent += 1
+        array: npt.NDArray[Any] = np.ndarray(shape, dtype, ffi.buffer(lease, nbytes), 0, strides)
+        return array
 
 
 def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -1,0 +1,93 @@
+"""The benchmarks run, on little, and nothing has become slower by far.
+
+The bounds are several times what is measured on an idle machine: they are for a fast path that is
+no longer taken, not for a machine that has other things to do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import common, graph_build
+
+pytestmark = pytest.mark.no_sanitizer  # it makes other things slow than those that are
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+@pytest.fixture
+def compiler(need: Any) -> None:
+    need(shutil.which("cc"), "C compiler")
+
+
+def test_calls(compiler: None, folder: Path) -> None:
+    from benchmarks import calls
+
+    bare = common.build_extension(folder, "_bare_ggml", "bare")
+    made = calls.make_calls(bare, None)
+    for call in made:
+        call.n = 64
+    rounds = calls.measure(made, 3)
+    assert len(calls.table(made, rounds)) == 2 + len(made)
+    assert calls.ratio(rounds, "ggml_mul_mat", "capi", "bare cffi").low < 5  # 1.2
+
+
+def test_graph_build(compiler: None, folder: Path) -> None:
+    rounds = common.measure(graph_build.subjects(folder, 2), 5, passes=3)
+    assert rounds.ratio("objects", "capi").low < 6  # 2
+    assert rounds.ratio("capi", "C").low > 1
+
+
+def test_graph_build_counts_the_nodes_of_32_layers() -> None:
+    assert graph_build.build_objects(32) == graph_build.build_capi(32) == 4 + 32 * 29
+
+
+def test_transfer() -> None:
+    from benchmarks import transfer
+
+    found = transfer.measure(1 << 20, 3, n_views=200)
+    assert found.keys() == transfer.PAIRS.keys()
+    assert found["a view / np.frombuffer"].low < 25  # 6
+
+
+def test_quants() -> None:
+    from benchmarks import quants
+
+    for name in quants.LEAST:
+        found = quants.measure(name, 3, shape=(64, 4096), n_threads=1)
+        assert found[f"{name} quantize: times faster than gguf"].high > 0.5  # 1.4, 4
+
+
+def test_gguf(tmp_path: Path) -> None:
+    from benchmarks import gguf
+    from ggml_cffi import GGUFWriter
+
+    path = tmp_path / "small.gguf"
+    words = [f"word {i}" for i in range(3_000)]
+    with GGUFWriter(path) as writer:
+        writer.set("general.architecture", "small")
+        writer.set("tokenizer.ggml.tokens", words)
+        writer.set("tokenizer.ggml.scores", np.arange(len(words), dtype=np.float32))
+        for i in range(20):
+            writer.add_tensor(f"blk.{i}.weight", np.ones((32, 64), np.float32))
+    gguf.check(path)
+    assert gguf.measure(path, 2)["GGUFReader"].high > 5  # 60
+
+
+def test_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = common.parser("", 1).parse_args(["--check"])
+    ratio = common.Ratio("a", "b", 1.0, 2.0, 3.0)
+    kept = common.Limit("a / b", ratio, most=2.5)
+    missed = common.Limit("a / b", ratio, least=2.5)
+    assert common.report("title", {"a / b": ratio}, [kept], options) == 0
+    assert common.report("title", {"a / b": ratio}, [missed], options) == 1
+    told = capsys.readouterr()
+    assert "2.00 (1.00 - 3.00)" in told.out and "expected at least 2.5" in told.err
