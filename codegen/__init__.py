@@ -30,6 +30,7 @@ CPP = (
     "indices.hpp",
     "memory.hpp",
     "state.hpp",
+    "shapes.hpp",
     "callbacks.hpp",
     "guard.hpp",
     "graphs.hpp",

@@ -28,19 +28,19 @@ THREADS = ("caller", "any")
 ERRORS = ("GGMLError", "NotSupportedError", "GGUFError", "MemoryError")
 
 _LISTS = ("nullable", "out", "unique", "writes", "require", "op_copies")
-_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "op_defaults", "holds")
+_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "op_defaults", "holds", "sized")
 _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
-    "threads", "before", "after", "undo",
+    "threads", "before", "after", "undo", "scope", "instead",
 )  # fmt: skip
 _BOOLS = ("success", "releases", "frees_inside", "op")
 KEYS = frozenset((*_LISTS, *_TABLES, *_STRINGS, *_BOOLS))
 _OF_PARAMETERS = frozenset(
     ("holds", "nullable", "out", "unique", "writes", "arrays", "min_length", "buffers", "callbacks",
-     "defaults", "op_defaults", "op_copies")
+     "defaults", "op_defaults", "op_copies", "sized")
 )  # fmt: skip
 CALLBACK_KEYS = frozenset(
-    ("threads", "on_error", "gone", "in_kernel", "between_steps", "used", "note", "after")
+    ("threads", "on_error", "gone", "in_kernel", "between_steps", "used", "note", "after", "scope")
 )
 
 

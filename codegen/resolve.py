@@ -44,6 +44,8 @@ class Arg:
     size: str | None = None
     callback: Callback | None = None
     holds: str | None = None  # the tensor whose numbers a buffer holds
+    sized: str | None = None  # the parameter that says how many bytes are behind a pointer
+    sized_fields: Mapping[str, str] = field(default_factory=dict)  # the same, of a struct's
     spread: bool = False  # a struct of parameters, by value and last: its fields are keywords
 
     @property
@@ -97,6 +99,8 @@ class Bound:
     before: str = ""
     after: str = ""
     undo: str = ""
+    scope: str = ""  # a C++ type: there is one of it while the function runs
+    instead: str = ""  # a C++ function of the same type, which is called in its place
     releases: bool = False
     frees_inside: bool = False
     op: bool = True  # if it makes a tensor: whether it is an operation
@@ -150,6 +154,7 @@ class Binding:
     commit: str = ""
     pointers: tuple[ir.Typedef, ...] = ()  # function-pointer types that ggml hands out
     after_pointers: Mapping[str, str] = field(default_factory=dict)  # C++ to run after a call
+    scopes_of_pointers: Mapping[str, str] = field(default_factory=dict)  # as `Bound.scope`
     modules: Mapping[str, str] = field(default_factory=dict)  # loadable library → its backend
 
 
@@ -208,12 +213,16 @@ def resolve(
         for name, (_, table) in annotations.callbacks.items()
         if name in api.typedefs and not table.get("used", True)
     )
-    after = {name: table["after"] for name, (_, table) in annotations.callbacks.items()
-             if "after" in table}  # fmt: skip
+
+    def of_pointers(key: str) -> dict[str, str]:
+        tables = annotations.callbacks.items()
+        return {name: table[key] for name, (_, table) in tables if key in table}
+
     absent = tuple(sorted(set(known or ()) - {b.name for b in bound} - set(_never(skipped))))
     return Binding(
         api, tuple(bound), skipped, callbacks, absent, tuple(notes), version, commit, pointers,
-        modules=modules or {}, after_pointers=after,
+        modules=modules or {}, after_pointers=of_pointers("after"),
+        scopes_of_pointers=of_pointers("scope"),
     )  # fmt: skip
 
 
@@ -293,6 +302,8 @@ def _bind(
         before=table.get("before", ""),
         after=table.get("after", ""),
         undo=table.get("undo", ""),
+        scope=table.get("scope", ""),
+        instead=table.get("instead", ""),
         releases=table.get("releases", False),
         frees_inside=table.get("frees_inside", False),
         op=table.get("op", True),
@@ -420,6 +431,7 @@ def _args(
             "name": python_name(name), "c_name": name, "type": param.type,
             "nullable": name in table.get("nullable", ()), "default": defaults.get(name),
             "op_default": op_defaults.get(name), "op_copy": name in table.get("op_copies", ()),
+            "sized": table.get("sized", {}).get(name),
         }  # fmt: skip
         kind = scalar_kind(api, param.type)
         resolved = api.resolve(param.type)
@@ -466,7 +478,9 @@ def _args(
     if args and args[-1].kind == "struct":
         struct = api.struct_of(args[-1].type)
         if struct is not None and struct.name.endswith("_params"):
-            args[-1] = replace(args[-1], spread=True)
+            names = {f"{args[-1].c_name}.{field.name}": field.name for field in struct.fields or ()}
+            sized = {names[of]: size for of, size in table.get("sized", {}).items() if of in names}
+            args[-1] = replace(args[-1], spread=True, sized_fields=sized)
     return _trailing_defaults(args)
 
 

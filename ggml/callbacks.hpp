@@ -22,6 +22,11 @@ inline std::atomic<bool> foreign_raised{false};       // there are some
 // between two of its steps.
 enum class entered { on_the_way, in_kernel, between_steps };
 
+inline bool raise(uint64_t number);
+
+// Stands for an exception that there is none of: Python could not be entered, or not left in order.
+constexpr uint64_t unanswered = UINT64_MAX;
+
 // Entered by every trampoline: the guard rests while Python runs, so that nothing unwinds through
 // CPython's frames. What Python raises is of the guarded call that led here; on a thread of ggml's
 // own there is none, and it waits for the computation to end.
@@ -34,6 +39,7 @@ struct python_entry {
     const uint64_t             log_before_serial = state.log_serial;
     std::string                log_before; // of the guarded call that led here
     const entered              when;
+    const unsigned             forks_before = n_forks;
     explicit python_entry(const void * key = nullptr, entered at = entered::on_the_way) : userdata(key), when(at) {
         thread_state & s = state;
         s.inside = nullptr;
@@ -46,6 +52,28 @@ struct python_entry {
     python_entry(const python_entry &) = delete;
     bool foreign() const { return outer == nullptr; }
     bool failed() const { return state.raised; }
+    // Python is done, and has said that it ran to its end.
+    void end(bool answered) {
+        if (!answered && !failed()) {
+            raise(unanswered);
+        }
+        if (when == entered::in_kernel && forks_before != n_forks) {
+            leave_in_child();
+        }
+    }
+    // Python has forked in the midst of a computation: in the child there is nobody whom the barriers
+    // of its other threads wait for, and so this thread may leave it as it is.
+    void leave_in_child() const {
+        constexpr const char * message = "the process was forked in the midst of a computation of several threads";
+        if (foreign()) {
+            std::fprintf(stderr, "%s, on one that has no caller\n", message);
+            std::fflush(stderr);
+            _exit(EXIT_FAILURE);
+        }
+        if (outer->how == leave::compute && outer->threads != 1) {
+            throw abort_error{ message };
+        }
+    }
     ~python_entry() {
         thread_state & s = state;
         s.inside = outer;
@@ -300,6 +328,23 @@ inline bool unused(const void * object) {
     return true;
 }
 
+// Threads that were made: how many forks before. The child of a fork has none of those of its parent.
+inline by_address<unsigned> pool_table;
+
+inline void note_threads_made(const ggml_threadpool * pool) {
+    if (pool) {
+        pool_table.note(pool, n_forks);
+    }
+}
+
+inline bool of_this_process(const ggml_threadpool * pool) {
+    if (pool && pool_table.find(pool).value_or(n_forks) != n_forks) {
+        check::why = "its threads are those of the process that was forked";
+        return false;
+    }
+    return true;
+}
+
 // The threads that CPU backends were given: several may have the same.
 inline by_address<const void *> pools_table;
 
@@ -331,6 +376,9 @@ inline bool called_in_kernel() {
 // A computation on these threads begins, unless they are in the midst of one.
 inline bool idle(const ggml_threadpool * pool) {
     if (pool) {
+        if (!of_this_process(pool)) {
+            return false;
+        }
         std::lock_guard<fork_safe_mutex> hold(computing_lock);
         if (called_in_kernel() && works(pool)) {
             check::why = "the threads are computing what this is called by";

@@ -2,6 +2,7 @@
 // ggml itself neither checks it nor aborts over it.
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -289,9 +290,30 @@ inline int64_t conv_output(int64_t input, int64_t kernel, int stride, int paddin
     return stride <= 0 || room < 0 ? 0 : room / stride + 1;
 }
 
-// Of a pooling's result.
-inline double pool_output(int64_t input, int kernel, int stride, double padding) {
-    return kernel <= 0 || stride <= 0 ? 0 : (input + 2 * padding - kernel) / stride + 1;
+// ggml doubles a padding as an int, and multiplies the others as 64-bit numbers.
+inline bool padded(int64_t kernel, int64_t padding, int dilation) {
+    return padding >= INT32_MIN / 2 && padding <= INT32_MAX / 2 && product(std::abs((int64_t) dilation), kernel) >= 0;
+}
+
+inline bool is_int(int64_t n) {
+    return n >= INT32_MIN && n <= INT32_MAX;
+}
+
+// Of a pooling's result; 0 where there is none, or where ggml, which computes it in floats, would find
+// another one.
+inline int64_t pool_output(int64_t input, int kernel, int stride, double padding) {
+    if (kernel <= 0 || stride <= 0 || input > INT32_MAX || input + 2 * padding < kernel) {
+        return 0;
+    }
+    const int64_t exact = (int64_t) ((input + 2 * padding - kernel) / stride + 1);
+    const float   found = (input + 2 * (float) padding - kernel) / stride + 1;
+    return (int64_t) found == exact ? exact : 0;
+}
+
+// The windows of ggml_win_part are counted as ints.
+inline bool windows(const ggml_tensor * a, int w) {
+    const int64_t n1 = (a->ne[1] + w - 1) / w, n2 = (a->ne[2] + w - 1) / w;
+    return a->ne[1] <= INT32_MAX - w && a->ne[2] <= INT32_MAX - w && product(n1, n2) <= INT32_MAX;
 }
 
 // ggml_pool_2d makes an int of it.
@@ -415,6 +437,20 @@ inline bool takes_host_pointers(ggml_backend_dev_t device) {
 
 inline bool fits(uintptr_t start, size_t size) {
     return size <= UINTPTR_MAX - start;
+}
+
+// ggml lays out a GGUF's tensors by the alignment of the file that it has read, or by its default, and
+// readers take the one that the metadata say.
+inline bool aligned_as_said(const gguf_context * ctx) {
+    const int64_t key = gguf_find_key(ctx, "general.alignment");
+    const bool    number = key >= 0 && gguf_get_kv_type(ctx, key) == GGUF_TYPE_UINT32;
+    const size_t  said = number ? gguf_get_val_u32(ctx, key) : GGUF_DEFAULT_ALIGNMENT;
+    const size_t  is = gguf_get_alignment(ctx);
+    if (said != is) {
+        why = "general.alignment would be " + std::to_string(said) + ", and the tensors are laid out by " +
+              std::to_string(is);
+    }
+    return said == is;
 }
 
 } // namespace check

@@ -85,9 +85,16 @@ inline bool is_freeing(const region * inside) {
 
 inline void tell_python(const char * message);
 
+// A thread that a computation needs cannot be started: no barrier waits for anybody yet, and those
+// that were started before go on waiting for work.
+inline bool is_about_a_thread_to_start(const char * message) {
+    return std::strstr(message, "ggml-cpu") && std::strstr(message, "GGML_ASSERT(rc == 0) failed");
+}
+
 inline void on_abort(const char * message) {
     region * inside = state.inside;
-    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel(inside))) {
+    if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel(inside) &&
+                    !is_about_a_thread_to_start(message))) {
         const bool freeing = inside->how == leave::by_jump || is_freeing(inside);
         caught_aborts.fetch_add(!freeing || inside->jump, std::memory_order_relaxed);
         if (!freeing) {
@@ -144,6 +151,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         region here{Traits::how, 1, nullptr, false};
         std::conditional_t<Traits::how == leave::compute, computation, no_computation> mine;
         region * const outer = s.inside;
+        [[maybe_unused]] typename Traits::scope held; // up here, so that it ends after a jump as well
         jmp_buf jump;
         if constexpr (Traits::how == leave::by_jump || Traits::frees_inside) {
             here.jump = &jump;
@@ -180,7 +188,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 if constexpr (Traits::makes != handle::none) {
                     made(Traits::makes, result);
                 }
-                Traits::after(result, a...);
+                look_at(s, outer, result, a...);
                 s.inside = outer;
                 if (finish(s, raised_before)) {
                     take_back(s, result, a...);
@@ -192,6 +200,8 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         } catch (const abort_error & e) {
             fail(s, outer, raised_before, aborted, e.message.c_str());
             count_freed(here, false, a...);
+        } catch (const refused & e) {
+            fail(s, outer, raised_before, not_allowed, e.message.c_str());
         } catch (const std::bad_alloc & e) {
             fail(s, outer, raised_before, out_of_memory, e.what());
             count_freed(here, false, a...);
@@ -242,6 +252,22 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             }
         }
         return true;
+    }
+
+    // What `after` throws takes away what was made.
+    template <class Result>
+    static void look_at(thread_state & s, region * outer, const Result & result, A... a) {
+        if constexpr (Traits::makes != handle::none) {
+            try {
+                Traits::after(result, a...);
+            } catch (...) {
+                s.inside = outer;
+                take_back(s, result, a...);
+                throw;
+            }
+        } else {
+            Traits::after(result, a...);
+        }
     }
 
     // A callback has raised, so nobody gets what was made.
@@ -338,6 +364,7 @@ struct traits {
     static constexpr size_t freed_argument = Freed;
     static constexpr bool frees_inside = false; // ggml may free something on the way
     static constexpr bool has_requirements = false;
+    struct scope {}; // what is held meanwhile
     template <class... A> static int threads(A...) { return 1; }
     template <class... A> static void before(A...) {}
     template <class... A> static void after(A...) {}

@@ -12,17 +12,19 @@ struct index_use {
     const ggml_tensor * node;
     const ggml_tensor * ids;
     int64_t             limit;
+    bool                blind = false;  // its kernel does not look at them
+    const ggml_tensor * rows = nullptr; // of `ids`, a table, only these are used
 };
 
 inline index_use index_use_of(const ggml_tensor * node) {
     ggml_tensor * const * s = node->src;
     switch (node->op) {
         case GGML_OP_GET_ROWS:      return { node, s[1], s[0] ? s[0]->ne[1] : 0 };
-        case GGML_OP_GET_ROWS_BACK: return { node, s[1], node->ne[1] };
+        case GGML_OP_GET_ROWS_BACK: return { node, s[1], node->ne[1], true };
         case GGML_OP_SET_ROWS:      return { node, s[1], node->ne[1] };
-        case GGML_OP_MUL_MAT_ID:    return { node, s[2], s[0] ? s[0]->ne[2] : 0 };
+        case GGML_OP_MUL_MAT_ID:    return { node, s[2], s[0] ? s[0]->ne[2] : 0, true };
         case GGML_OP_ADD_ID:        return { node, s[2], s[1] ? s[1]->ne[1] : 0 };
-        case GGML_OP_SSM_SCAN:      return { node, s[6], s[0] ? s[0]->ne[3] : 0 };
+        case GGML_OP_SSM_SCAN:      return { node, s[6], s[0] ? s[0]->ne[3] : 0, true };
         default:                    return { node, nullptr, 0 };
     }
 }
@@ -63,20 +65,47 @@ template <class T> bool indices_below(const index_use & use, const char * data) 
     return true;
 }
 
-// The highest number that an operation of known range can have put into a tensor of integers, however
-// it was copied, cut or arranged since; -1 where that is not known.
-inline int64_t highest(const ggml_tensor * t) {
-    for (; t->src[0]; t = t->src[0]) {
-        if (t->op == GGML_OP_ARGSORT || t->op == GGML_OP_ARGMAX || std::strcmp(ggml_op_name(t->op), "TOP_K") == 0) {
-            return t->src[0]->ne[0] - 1;
-        }
-        const bool same_numbers = is_view(t) || t->op == GGML_OP_CONT || t->op == GGML_OP_DUP || t->op == GGML_OP_CPY ||
-                                  t->op == GGML_OP_REPEAT || t->op == GGML_OP_GET_ROWS;
-        if (!same_numbers || t->src[0]->type != t->type) {
-            break;
-        }
+// What has put its numbers into a tensor, however they were copied, cut or arranged since.
+inline const ggml_tensor * maker_of(const ggml_tensor * t) {
+    while (t->src[0] && t->src[0]->type == t->type &&
+           (is_view(t) || t->op == GGML_OP_CONT || t->op == GGML_OP_DUP || t->op == GGML_OP_CPY ||
+            t->op == GGML_OP_REPEAT || t->op == GGML_OP_GET_ROWS)) {
+        t = t->src[0];
     }
-    return -1;
+    return t;
+}
+
+// The highest number that an operation of known range can have put into a tensor of integers; -1 where
+// that is not known.
+inline int64_t highest(const ggml_tensor * t) {
+    const ggml_tensor * maker = maker_of(t);
+    const bool known = maker->op == GGML_OP_ARGSORT || maker->op == GGML_OP_ARGMAX ||
+                       std::strcmp(ggml_op_name(maker->op), "TOP_K") == 0;
+    return known && maker->src[0] ? maker->src[0]->ne[0] - 1 : -1;
+}
+
+// Floats that become indices in no known range: nobody has limited them to one.
+inline bool unlimited_floats(const index_use & use) {
+    const ggml_tensor * made = maker_of(use.ids);
+    if (made->op != GGML_OP_CPY || !made->src[0] || made->src[0]->type != GGML_TYPE_F32) {
+        return false;
+    }
+    const ggml_tensor * from = maker_of(made->src[0]);
+    return from->op != GGML_OP_CLAMP || !(float_param(from, 0) > -1 && float_param(from, 1) < (float) use.limit);
+}
+
+// The rows that a node takes from a table of indices that is there; then these are looked up.
+template <class Source> void look_up_rows(index_use & use, Source source) {
+    const ggml_tensor * t = use.ids;
+    if (t->op != GGML_OP_GET_ROWS || !t->src[0] || t->src[0]->type != t->type) {
+        return;
+    }
+    const ggml_tensor * table = copied_from(t->src[0]);
+    if (table->op == GGML_OP_NONE || table->op == GGML_OP_VIEW) {
+        const ggml_tensor * rows = source(t, t->src[1]);
+        use.ids = table;
+        use.rows = rows ? copied_from(rows) : nullptr;
+    }
 }
 
 inline bool index_type(const ggml_tensor * t) {
@@ -100,7 +129,13 @@ bool index_uses(const std::vector<const ggml_tensor *> & nodes, std::vector<inde
                   ", are not all in 0 ... " + std::to_string(use.limit - 1);
             return false;
         }
+        if (use.blind && unlimited_floats(use)) {
+            why = "indices that the graph makes of floats, of " + named(node) +
+                  ", which its kernel does not look at: ggml_clamp the floats to 0 ... " + std::to_string(use.limit - 1);
+            return false;
+        }
         use.ids = copied_from(use.ids);
+        look_up_rows(use, source);
         if (most < 0 && (use.ids->op == GGML_OP_NONE || use.ids->op == GGML_OP_VIEW)) {
             uses.push_back(use);
         }
@@ -120,6 +155,28 @@ inline const ggml_tensor * root_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
 }
 
+// Of a table of indices, the rows that are used, if those can be told; else all of it.
+inline bool table_values(const index_use & use, const char * data) {
+    const ggml_tensor * rows = use.rows;
+    const ggml_tensor * table = use.ids;
+    const bool told = rows && rows->op == GGML_OP_NONE && rows->type == GGML_TYPE_I32 && rows->data &&
+                      data_in_host_memory(rows) && ggml_is_contiguous(rows) && table->ne[2] == 1 && table->ne[3] == 1;
+    if (!told) {
+        return index_values(use, data);
+    }
+    ggml_tensor row = *table;
+    row.ne[1] = 1;
+    const index_use of_row{ use.node, &row, use.limit };
+    const int64_t   n = ggml_nelements(rows);
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t number = ((const int32_t *) rows->data)[i];
+        if (in_range(number, table->ne[1]) && !index_values(of_row, data + number * table->nb[1])) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // The indices that lie in memory already. `wanted`: an index tensor without memory has no values
 // either, and none will come. `fetch`: those that the CPU cannot read are got from their device.
 inline bool present_indices(const index_use & use, bool wanted, bool fetch) {
@@ -131,7 +188,7 @@ inline bool present_indices(const index_use & use, bool wanted, bool fetch) {
         return !wanted;
     }
     if (data_in_host_memory(root)) {
-        return !use.ids->data || index_values(use, (const char *) use.ids->data);
+        return !use.ids->data || table_values(use, (const char *) use.ids->data);
     }
     if (!fetch || !buffer_of(root) || !ggml_is_contiguous(root)) {
         return true;

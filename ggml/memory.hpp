@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -248,6 +249,41 @@ inline bool can_schedule(size_t n_backends, size_t graph_size, bool parallel) {
     return true;
 }
 
+// ---- the data of a GGUF's tensors: ggml only has their addresses
+
+// How much of them is read once the tensor has another type; -1 where that cannot be.
+inline int64_t bytes_as(const gguf_context * ctx, int64_t tensor, ggml_type type) {
+    const ggml_type now = gguf_get_tensor_type(ctx, tensor);
+    const int64_t   n = gguf_get_tensor_size(ctx, tensor) / ggml_type_size(now) * ggml_blck_size(now);
+    const int64_t   block = ggml_blck_size(type);
+    return block > 0 ? check::product(n / block, (int64_t) ggml_type_size(type)) : -1;
+}
+
+// Before a tensor gets another type. Data that have too few bytes for it are not to be read any more:
+// writing aborts until others are set.
+inline void forget_short_data(gguf_context * ctx, const char * name, ggml_type type) {
+    const int64_t tensor = gguf_find_tensor(ctx, name);
+    if (tensor >= 0 && bytes_as(ctx, tensor, type) > (int64_t) gguf_get_tensor_size(ctx, tensor)) {
+        gguf_set_tensor_data(ctx, name, nullptr);
+    }
+}
+
+// As gguf_write_to_file, which leaves its file open where it aborts.
+inline bool write_gguf(const gguf_context * ctx, const char * fname, bool only_meta) {
+    struct open_file {
+        FILE * const file;
+        ~open_file() {
+            if (file) {
+                std::fclose(file);
+            }
+        }
+    } const out{ ggml_fopen(fname, "wb") };
+    if (!out.file) {
+        return gguf_write_to_file(ctx, fname, only_meta); // says why
+    }
+    return gguf_write_to_file_ptr(ctx, out.file, only_meta) && std::fflush(out.file) == 0;
+}
+
 // ---- how many buffers an allocator has: ggml's function aborts for a number that is none
 
 inline by_address<int> allocators_table;
@@ -358,18 +394,28 @@ inline bool indices(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
 
 // ---- plans: `void *` in C, and their graphs cannot be had from them
 
-inline by_address<ggml_cgraph *> plans_table;
+struct planned {
+    ggml_cgraph * graph;
+    int           threads; // of the backend when it was made: it keeps them
+};
+inline by_address<planned> plans_table;
 
-inline void note_plan(const void * plan, ggml_cgraph * graph) {
+inline void note_plan(const void * plan, ggml_cgraph * graph, ggml_backend_t backend) {
     if (plan) {
-        plans_table.note(plan, graph);
+        plans_table.note(plan, { graph, threads_of(backend) });
     }
 }
 
 inline void forget_plan(const void * plan) { plans_table.forget(plan); }
 
 // The graph of a plan, NULL for what is none.
-inline ggml_cgraph * graph_of(const void * plan) { return plans_table.find(plan).value_or(nullptr); }
+inline ggml_cgraph * graph_of(const void * plan) {
+    return plans_table.find(plan).value_or(planned{ nullptr, 1 }).graph;
+}
+
+inline int threads_of_plan(const void * plan) {
+    return plans_table.find(plan).value_or(planned{ nullptr, GGML_DEFAULT_N_THREADS }).threads;
+}
 
 inline bool indices(const void * plan, ggml_backend_t backend) {
     ggml_cgraph * graph = graph_of(plan);

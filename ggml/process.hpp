@@ -1,5 +1,7 @@
 // What concerns the process as a whole: its forks, and its end.
 
+#include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -33,6 +35,57 @@ class fork_safe_mutex {
     }
 };
 
+inline std::atomic<unsigned> n_forks{0};              // that led to this process
+
+// What many threads may use at once, or one alone change. The child of a fork has only what the thread
+// has that forked.
+template <class Tag> struct shared_use {
+    static inline pthread_rwlock_t       lock = PTHREAD_RWLOCK_INITIALIZER;
+    static inline thread_local unsigned mine = 0;     // how often this thread uses it
+
+    struct user {
+        user() {
+            if (mine++ == 0) {
+                pthread_rwlock_rdlock(&lock);
+            }
+        }
+        user(const user &) = delete;
+        ~user() {
+            if (--mine == 0) {
+                pthread_rwlock_unlock(&lock);
+            }
+        }
+    };
+    struct alone {
+        const bool others = mine == 0; // this thread uses it itself: not to be waited for
+        alone() {
+            if (others) {
+                pthread_rwlock_wrlock(&lock);
+            }
+        }
+        alone(const alone &) = delete;
+        ~alone() {
+            if (others) {
+                pthread_rwlock_unlock(&lock);
+            }
+        }
+    };
+    static bool used_here() { return mine > 0; }
+    static void renew() {
+        lock = PTHREAD_RWLOCK_INITIALIZER;
+        if (mine) {
+            pthread_rwlock_rdlock(&lock);
+        }
+    }
+};
+
+// The tables that ggml_quantize_init makes, and ggml_quantize_free frees.
+using quantisation_tables = shared_use<struct of_quantisation>;
+using quantises = quantisation_tables::user;
+using frees_quantisation_tables = quantisation_tables::alone;
+
+inline bool not_quantising() { return !quantisation_tables::used_here(); }
+
 // ggml's own mutex, around what it initialises once; declared in none of its headers.
 extern "C" {
 __attribute__((weak)) void ggml_critical_section_start(void);
@@ -56,6 +109,8 @@ inline void after_fork() {
 inline void forget_other_threads();
 
 inline void after_fork_in_child() {
+    ++n_forks;
+    quantisation_tables::renew();
     after_fork();
     forget_other_threads();
 }

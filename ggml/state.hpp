@@ -26,6 +26,11 @@ struct abort_error {
     std::string message;
 };
 
+// What the guard itself finds wrong with what a function has made or done.
+struct refused {
+    std::string message;
+};
+
 // A guarded region; there is a place to jump to where no exception may leave ggml, or not always.
 struct region {
     leave     how;

@@ -226,6 +226,9 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             )
         elif arg.kind == "struct_pointer":
             passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
+        elif arg.kind == "pointer" and arg.sized:
+            before.append(_behind(bound, name, arg.sized))
+            passed[arg.c_name] = f"_NULL if {name} is None else {name}" if arg.nullable else name
         elif arg.kind == "pointer":
             value = name
             if _is_void(binding, arg.type):  # cffi would take bytes by their address
@@ -233,6 +236,9 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             passed[arg.c_name] = f"_NULL if {name} is None else {value}" if arg.nullable else value
         elif arg.kind == "struct":
             if arg.spread:
+                before += [
+                    _behind(bound, pointer, size) for pointer, size in arg.sized_fields.items()
+                ]
                 before += _spread(binding, arg)
             else:
                 passed[arg.c_name] = f'_struct({name}, "{name}")'
@@ -277,6 +283,11 @@ def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
             before.append(f'_n_{length} = _runtime.length("{bound.name}", ({pairs}))')
             passed[length] = f"_n_{length}"
     return before, [passed[p.name] for p in bound.function.params]
+
+
+def _behind(bound: Bound, pointer: str, size: str) -> str:
+    """The check that as many bytes are behind a pointer as are said, as far as Python knows."""
+    return f'_runtime.behind({pointer}, {size}, "{bound.name}", "{pointer}", "{size}")'
 
 
 def _spread(binding: Binding, arg: Arg) -> list[str]:

@@ -117,15 +117,17 @@ def invoker(binding: Binding, typedef: ir.Typedef) -> ir.FunctionType:
 
 
 def python_side(kind: CallbackKind) -> ir.FunctionType:
-    """The type of the Python function behind a kind's trampoline."""
+    """The type of the Python function behind a kind's trampoline.
+
+    It says whether it has run to its end: where Python cannot even enter it, cffi gives false.
+    """
     params = kind.type.params
     returns = kind.type.returns
     if kind.userdata is None:
         params = (*params, ir.Param("slot", ir.Pointer(ir.Prim("void"))))
-    if kind.by_out:
+    if returns != ir.Prim("void"):
         params = (*params, ir.Param("out", ir.Pointer(returns)))
-        returns = ir.Prim("void")
-    return ir.FunctionType(returns, params)
+    return ir.FunctionType(ir.Prim("bool"), params)
 
 
 def trampolines(kind: CallbackKind) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def _nonnull(bound: Bound) -> int:
 
 
 def _needs_own_traits(bound: Bound) -> bool:
-    said = (bound.require, bound.threads, bound.before, bound.after, bound.give_back)
+    said = (bound.require, bound.threads, bound.before, bound.after, bound.give_back, bound.scope)
     return any(said) or bound.frees_inside
 
 
@@ -142,6 +142,8 @@ def _own_traits(binding: Binding, bound: Bound) -> str:
         lines.append("        return nullptr;\n    }")
     if bound.frees_inside:
         lines.append("    static constexpr bool frees_inside = true;")
+    if bound.scope:
+        lines.append(f"    using scope = {bound.scope};")
     if bound.threads:
         lines.append(f"    static int threads({params}) {{ {unused} return {bound.threads}; }}")
     if bound.before:
@@ -194,9 +196,11 @@ def _invoker(binding: Binding, typedef: ir.Typedef) -> str:
     arguments = ", ".join(p.name for p in kind.params[1:])
     void = scalar_kind(binding.api, kind.returns) == "void"
     after = binding.after_pointers.get(typedef.name, "")
+    scope = binding.scopes_of_pointers.get(typedef.name, "")
     return (
-        f"static {ir.declare(kind, f'ggml_cffi_raw_{typedef.name}')} "
-        f"{{ {'' if void else 'return '}function({arguments});{f' {after};' if after else ''} }}"
+        f"static {ir.declare(kind, f'ggml_cffi_raw_{typedef.name}')} {{ "
+        f"{f'{scope} held; ' if scope else ''}"
+        f"{'' if void else 'return '}function({arguments});{f' {after};' if after else ''} }}"
     )
 
 
@@ -207,7 +211,7 @@ def _macro(bound: Bound) -> str:
 def _guarded(bound: Bound) -> str:
     """The function that calls `bound` guarded."""
     traits = f"ggml_cffi_traits_{bound.name}" if _needs_own_traits(bound) else _traits(bound)
-    return f"ggml_cffi::call<&::{bound.name}, {traits}>::now"
+    return f"ggml_cffi::call<&{bound.instead or f'::{bound.name}'}, {traits}>::now"
 
 
 def _callbacks(binding: Binding) -> str:
@@ -239,28 +243,17 @@ def _trampoline(binding: Binding, kind: CallbackKind, name: str, slot: int | Non
         place = "in_kernel" if kind.in_kernel else "between_steps"
         entered += f", ggml_cffi::entered::{place}"
     lines = [f"static {ir.declare(kind.type, f'{name}_function')} {{"]
-    if kind.by_out:
-        call = f"{python}({', '.join([*arguments, '&result'])})"
-        lines += [
-            f"    {returns} result = {kind.on_error};",
-            f"    if (ggml_cffi::not_now({key}, true)) {{ return result; }}",
-            f"    ggml_cffi::python_entry entry({entered});",
-            f"    {call};",
-            f"    if (entry.failed()) {{ result = {kind.on_error}; }}",
-            "    return result;",
-        ]
-    else:
-        call = f"{python}({', '.join(arguments)})"
-        fallback = "return;" if void else f"return {kind.on_error};"
-        lines += [
-            f"    if (ggml_cffi::not_now({key})) {{ {fallback} }}",
-            f"    ggml_cffi::python_entry entry({entered});",
-        ]
-        if void:
-            lines.append(f"    {call};")
-        else:
-            lines.append(f"    {returns} result = {call};")
-            lines.append(f"    return entry.failed() ? ({returns}) {kind.on_error} : result;")
+    call = f"{python}({', '.join(arguments if void else [*arguments, '&result'])})"
+    even_after_failure = ", true" if kind.by_out else ""
+    fallback = "return;" if void else f"return {kind.on_error};"
+    lines += [
+        f"    if (ggml_cffi::not_now({key}{even_after_failure})) {{ {fallback} }}",
+        f"    ggml_cffi::python_entry entry({entered});",
+        *([] if void else [f"    {returns} result = {kind.on_error};"]),
+        f"    entry.end({call});",
+    ]
+    if not void:
+        lines.append(f"    return entry.failed() ? ({returns}) {kind.on_error} : result;")
     lines.append("}")
     pointer = ir.declare(ir.Pointer(kind.type, const=True), name)
     lines.append(f"static {pointer} = {name}_function;")

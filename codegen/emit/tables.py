@@ -62,5 +62,5 @@ def _kind(binding: Binding, kind: CallbackKind, first_slot: int) -> str:
     slots = {slot: first_slot + n for n, slot in enumerate(kind.slots)}
     return (
         f"Kind({kind.userdata!r}, {tuple(converters)!r}, {returns!r}, "
-        f"{trampolines(kind)!r}, {slots!r}, {ir.declare(kind.type.returns)!r}, {kind.gone!r})"
+        f"{trampolines(kind)!r}, {slots!r}, {kind.gone!r})"
     )

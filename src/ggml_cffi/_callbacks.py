@@ -272,31 +272,28 @@ def _convert(converter: str, value: Any) -> Any:
     return value
 
 
-def _default(facts: Kind) -> Any:
-    if facts.returns in ("void", "struct"):
-        return None
-    return False if facts.returns == "bool" else 0
-
-
 def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
-    """The function behind the trampoline of a kind."""
-    by_out = facts.returns == "struct"
-    position = facts.userdata
-    default = _default(facts)
+    """The function behind the trampoline of a kind.
 
-    def call(*args: Any) -> Any:
-        out = args[-1] if by_out else None
-        given = args[:-1] if by_out else args
+    It returns True when it has run to its end: where it cannot be called, the recursion being too
+    deep, say, cffi gives C a zero, and the guard knows that nobody has answered.
+    """
+    void = facts.returns == "void"
+    position = facts.userdata
+
+    def call(*args: Any) -> bool:
+        given = args if void else args[:-1]
         index = len(given) - 1 if position is None else position
         try:
             registration = _table.get(_address(given[index]))
             function = None if registration is None else registration.function
             if function is None:
                 if facts.gone is not None:
-                    return facts.gone
+                    args[-1][0] = facts.gone
+                    return True
                 raise RuntimeError(f"the function behind a {name} is gone, with what it belongs to")
-            if by_out and lib.ggml_cffi_failing():  # nobody will see what comes of it
-                return None
+            if facts.returns == "struct" and lib.ggml_cffi_failing():
+                return True  # nobody would see what comes of it
             values = [
                 _convert(converter, value)
                 for converter, value in zip(
@@ -304,15 +301,11 @@ def _dispatcher(name: str, facts: Kind) -> Callable[..., Any]:
                 )
             ]
             result = function(*values)
-            if out is not None:
-                out[0] = result
-                return None
-            if facts.returns == "void":
-                return None
-            return _checked(name, facts, result)
+            if not void:
+                args[-1][0] = _checked(name, facts, result)
         except BaseException as error:  # it comes out of the C call
             raise_later(error)
-            return default
+        return True
 
     return call
 
@@ -324,21 +317,19 @@ def _checked(name: str, facts: Kind, result: Any) -> Any:
         return bool(result)
     if facts.returns == "number":
         try:
-            number = result if isinstance(result, float) else operator.index(result)
+            return result if isinstance(result, float) else operator.index(result)
         except TypeError:
             raise TypeError(
                 f"a {name} must return an integer, not {type(result).__name__}"
             ) from None
-        ffi.new(f"{facts.c_returns} *", number)  # OverflowError here, not where cffi converts
-        return number
     return result
 
 
-def _split(tensor: Any, userdata: Any, out: Any) -> None:
+def _split(tensor: Any, userdata: Any, out: Any) -> bool:
     """The split function's trampoline: `out` holds MIRRORED already."""
     registration = _table.get(_address(userdata))
     if registration is None:
-        return
+        return True
     function: Any = registration.function
     raised = False
 
@@ -366,6 +357,7 @@ def _split(tensor: Any, userdata: Any, out: Any) -> None:
         lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED
         raise_later(error)
+    return True
 
 
 def _late(kind: object, error: BaseException, traceback: object) -> None:

@@ -72,7 +72,6 @@ class Kind(NamedTuple):
     returns: str
     trampolines: tuple[str, ...]
     slots: Mapping[str, int]
-    c_returns: str
     gone: bool | None
 
 
@@ -149,6 +148,20 @@ def handle(value: object) -> object:
     if value is None or isinstance(value, _CData):
         return value
     raise TypeError("must be a cdata pointer")
+
+
+def behind(value: Any, size: Any, function: str, name: str, of: str) -> None:
+    """Look whether a C array has the `size` bytes of `of`, another argument.
+
+    What is behind a bare pointer, only the caller knows.
+    """
+    if value is None or value is ...:
+        return
+    handle(value)
+    if ffi.typeof(value).kind == "array" and size is not ...:
+        have = ffi.sizeof(value)
+        if whole(of, size) > have:
+            raise ValueError(f"{function}: {name} has {have} bytes, fewer than the {size} of {of}")
 
 
 def reference(value: Any, nullable: bool) -> Any:
@@ -291,7 +304,8 @@ def _from_numpy(
         if dtype.kind in "iu" and not np.array_equal(converted, value):
             raise OverflowError(f"{name} has values that do not fit {dtype}")
         value = converted
-    return ffi.from_buffer(f"{element}[]", value, require_writable=writes), value.size
+    made = ffi.from_buffer(f"{element}[]", value, require_writable=writes)
+    return made, len(made)  # not `size`, which a subclass may have any of
 
 
 def length(function: str, arrays: tuple[tuple[str, object, int], ...]) -> int:
@@ -516,7 +530,10 @@ def _failure(
     found.clear()  # an exception refers to the frame that has `why`: no circle for the collector
     _callbacks_module().forget_unread()
     if kind == _CALLBACK_RAISED:
-        return _first(raised) or RuntimeError(f"{function}: a callback failed")
+        return _first(raised) or errors.GGMLError(
+            f"{function}: a Python function that it calls could not be run to its end: the "
+            "recursion is too deep, or there is no memory"
+        )
     error = _described(kind, index, function, facts, values, errno, status, message, log.strip())
     return _after(raised, error)
 

@@ -15,7 +15,7 @@ from .devices import (
     ggml_backend_meta_device,
     ggml_backend_vk_get_device_description,
 )
-from .files import gguf_get_meta_data, gguf_set_arr_data
+from .files import gguf_get_meta_data, gguf_set_arr_data, gguf_set_tensor_data
 from .numbers import ggml_quantize_chunk, ggml_rope_yarn_corr_dims
 from .plans import ggml_graph_compute
 from .process import ggml_log_get, ggml_log_set, ggml_set_abort_callback
@@ -57,4 +57,5 @@ __all__ = [
     "ggml_set_abort_callback",
     "gguf_get_meta_data",
     "gguf_set_arr_data",
+    "gguf_set_tensor_data",
 ]

@@ -87,6 +87,23 @@ def gguf_set_arr_data(
 
 
 @bound
+def gguf_set_tensor_data(
+    ctx: types.gguf_context, name: types.String, data: types.VoidP
+) -> None:
+    """Say where the data of a tensor are.
+
+    Raises ValueError for an array that has fewer bytes than the tensor.
+    """
+    function = "gguf_set_tensor_data"
+    key = _runtime.string(name, function, "name", False)
+    tensor = call("gguf_find_tensor", ctx, key)
+    if tensor >= 0:
+        size = call("gguf_get_tensor_size", ctx, tensor)
+        _runtime.behind(data, size, function, "data", "the tensor")
+    call(function, ctx, key, _runtime.handle(data))
+
+
+@bound
 def gguf_get_meta_data(ctx: types.gguf_context) -> bytes:
     """Give the bytes of a file's header, metadata and tensor infos."""
     made = ffi.new("char[]", max(call("gguf_get_meta_size", ctx), 1))
