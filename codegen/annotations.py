@@ -28,7 +28,8 @@ THREADS = ("caller", "any")
 ERRORS = ("GGMLError", "NotSupportedError", "GGUFError", "MemoryError")
 
 _LISTS = ("nullable", "out", "unique", "writes", "require", "op_copies")
-_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "op_defaults", "holds", "sized")
+_TABLES = ("arrays", "min_length", "buffers", "callbacks", "defaults", "op_defaults", "holds",
+           "sized")  # fmt: skip
 _STRINGS = (
     "guard", "ownership", "free", "null", "reason", "null_error", "skip", "override", "note",
     "threads", "before", "after", "undo", "scope", "instead",

@@ -268,6 +268,23 @@ inline void forget_short_data(gguf_context * ctx, const char * name, ggml_type t
     }
 }
 
+// Those that were read have tensors whose addresses ggml has set to nothing, not even to NULL.
+inline by_address<bool> read_ggufs;
+
+inline void note_read(const gguf_context * ctx) {
+    if (ctx && gguf_get_n_tensors(ctx) > 0) {
+        read_ggufs.note(ctx, true);
+    }
+}
+
+inline bool has_data(const gguf_context * ctx) {
+    if (read_ggufs.find(ctx)) {
+        check::why = "it was read, and has no addresses of its tensors' data: only_meta, or another with gguf_add_tensor";
+        return false;
+    }
+    return true;
+}
+
 // As gguf_write_to_file, which leaves its file open where it aborts.
 inline bool write_gguf(const gguf_context * ctx, const char * fname, bool only_meta) {
     struct open_file {

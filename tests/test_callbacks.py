@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 import threading
 import traceback
 import weakref
@@ -15,7 +17,8 @@ from _compute import F32, Arena, check_product
 from _release import needs
 
 from ggml_cffi import _callbacks, capi, ffi
-from ggml_cffi.errors import GGUFError, StatusError
+from ggml_cffi.errors import GGMLError, GGUFError, StatusError
+from ggml_cffi.meta import MetaDevice
 
 NUMBERS = np.arange(12, dtype=np.float32)
 
@@ -623,3 +626,76 @@ def test_a_reader_that_claims_to_have_read_more(content: bytes) -> None:
     """It wrote nothing behind the buffer; what it returns must not lead ggml there."""
     with pytest.raises((ValueError, RuntimeError)):
         capi.gguf_init_from_callback(lambda output, offset, length: length + 9, 0, len(content))
+
+
+# ---- near the end of Python's stack
+
+
+def at_depth(depth: int, call: Callable[[], None]) -> None:
+    if depth == 0:
+        call()
+    else:
+        at_depth(depth - 1, call)
+
+
+def test_a_function_that_python_has_no_stack_for_is_an_error(arena: Arena, capfd: Any) -> None:
+    """Where it cannot be entered, or not left, its operation was not done: that is no success."""
+    x = filled(arena, 4)
+    ctx = arena.context()
+
+    def write(dst: Any, a: Any, ith: int, nth: int) -> None:
+        array(dst)[:] = 7
+
+    result = capi.ggml_map_custom1(ctx, x, write, 1)
+    graph = arena.graph(ctx, result)
+    found = np.empty(4, np.float32)
+    succeeded = raised = 0
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 100, limit):
+        capi.ggml_backend_tensor_memset(result, 0, 0, 16)
+        try:
+            at_depth(depth, lambda: capi.ggml_backend_graph_compute(arena.backend, graph))
+        except (RecursionError, GGMLError):  # the latter where there is stack enough to say so
+            raised += 1
+        else:
+            capi.ggml_backend_tensor_get(result, found, 0)
+            assert found.tolist() == [7, 7, 7, 7]
+            succeeded += 1
+    capfd.readouterr()  # cffi says there what it could not do
+    assert succeeded > 10 and raised > 1
+    capi.ggml_backend_graph_compute(arena.backend, graph)
+    assert _callbacks._errors == {}
+
+
+def allocate_and_free(ctx: Any, backend: Any) -> None:
+    capi.ggml_backend_buffer_free(capi.ggml_backend_alloc_ctx_tensors(ctx, backend))
+
+
+@needs("ggml_backend_meta_device")
+def test_a_split_function_that_python_has_no_stack_for_is_an_error(capfd: Any) -> None:
+    """It is not that the tensor is mirrored without a word."""
+    asked = []
+
+    def split(tensor: Any, n_devs: int) -> dict[str, Any]:
+        asked.append(tensor.name)
+        return {"axis": 1, "ne": [3, 5]}
+
+    limit = sys.getrecursionlimit()
+    silent = 0
+    for depth in range(limit - 60, limit, 3):
+        asked.clear()
+        device = MetaDevice(["CPU", "CPU"], split)
+        backend = capi.ggml_backend_dev_init(device.handle)
+        ctx = capi.ggml_init(mem_size=4096, no_alloc=True)
+        capi.ggml_new_tensor_2d(ctx, F32, 4, 8)
+        try:
+            at_depth(depth, functools.partial(allocate_and_free, ctx, backend))
+        except (RecursionError, GGMLError):
+            pass
+        else:
+            silent += not asked
+        capi.ggml_backend_free(backend)
+        device.close()
+        capi.ggml_free(ctx)
+    capfd.readouterr()
+    assert silent == 0

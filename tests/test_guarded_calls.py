@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from _compute import F32, Arena
 
-from ggml_cffi import AbortError, _callbacks, capi
+from ggml_cffi import AbortError, _callbacks, capi, ffi, quants
 
 
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
@@ -137,3 +140,198 @@ def test_an_abort_outside_kernels_inside_of_an_operation(arena: Arena, cpu: Any)
     graph = arena.graph(ctx, capi.ggml_map_custom1(ctx, x, operation, 1))
     capi.ggml_backend_graph_compute(cpu, graph)
     assert len(caught) == 1 and "hash_set" in str(caught[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_a_plan_keeps_the_threads_that_it_was_made_for(before: int, after: int) -> None:
+    """Whatever its backend has later. With one an abort is an error, with several it is the end."""
+    ended = child(f"""
+        import numpy as np
+        from ggml_cffi import AbortError, capi
+        cpu = capi.ggml_backend_cpu_init()
+        capi.ggml_backend_cpu_set_n_threads(cpu, {before})
+        ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+        numbers = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 64)
+        table = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 4, 3)
+        rows = capi.ggml_get_rows(ctx, table, capi.ggml_cast(ctx, numbers, capi.GGML_TYPE_I32))
+        graph = capi.ggml_new_graph(ctx)
+        capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, rows, rows))
+        capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_tensor_set(numbers, np.arange(64, dtype=np.float32), 0)
+        plan = capi.ggml_backend_graph_plan_create(cpu, graph)
+        capi.ggml_backend_cpu_set_n_threads(cpu, {after})
+        try:
+            capi.ggml_backend_graph_plan_compute(cpu, plan)
+        except AbortError as error:
+            print(type(error).__name__)
+    """)
+    if before == 1:
+        assert (ended.returncode, ended.stdout) == (0, "AbortError\n"), ended.stderr
+    else:
+        assert ended.returncode == -6, ended.stderr
+        assert "GGML_ASSERT" in ended.stderr and "plan_compute" in ended.stderr
+
+
+@pytest.mark.own_memory
+def test_threads_that_cannot_be_started() -> None:
+    """Nobody waits for anybody yet: an error, and with fewer threads the computation goes well."""
+    ended = child(f"""
+        import re, resource, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from _compute import Arena, check_product
+        from ggml_cffi import AbortError, capi
+        cpu = capi.ggml_backend_cpu_init()
+        capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+        check_product(cpu)
+        size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 20), resource.RLIM_INFINITY))
+        capi.ggml_backend_cpu_set_n_threads(cpu, 8)
+        arena = Arena(cpu)
+        ctx = arena.context(1 << 17)
+        a = arena.tensor(64, 64, ctx=ctx)
+        graph = arena.graph(ctx, capi.ggml_mul_mat(ctx, a, a))
+        try:
+            capi.ggml_backend_graph_compute(cpu, graph)
+        except AbortError as error:
+            print(error)
+        capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+        capi.ggml_backend_graph_compute(cpu, graph)
+        check_product(cpu)
+        print("computed")
+    """)
+    assert ended.returncode == 0, ended.stderr
+    aborted, computed = ended.stdout.splitlines()
+    assert "ggml-cpu.c" in aborted and "rc == 0" in aborted and computed == "computed"
+
+
+def test_a_fork_in_an_operation_of_several_threads() -> None:
+    """The child has none of the other threads: it leaves the computation, which nobody can end."""
+    ended = child("""
+        import os
+        from ggml_cffi import AbortError, capi
+        cpu = capi.ggml_backend_cpu_init()
+        capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+        ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+        x = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 64, 64)
+        pids = []
+        def fork(dst, a, ith, nth):
+            pids.append(os.fork())
+        forked = capi.ggml_map_custom1(ctx, capi.ggml_mul_mat(ctx, x, x), fork, 1)
+        graph = capi.ggml_new_graph(ctx)
+        capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, forked, x))
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_buffer_clear(buffer, 0)
+        try:
+            capi.ggml_backend_graph_compute(cpu, graph)
+        except AbortError as error:
+            print("child:", error, flush=True)
+            os._exit(7)
+        print("parent:", os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
+    """)
+    assert ended.returncode == 0, ended.stderr
+    child_says, parent_says = ended.stdout.splitlines()
+    assert "forked in the midst of a computation of several threads" in child_says
+    assert parent_says == "parent: 7"
+
+
+def test_threads_of_the_process_that_was_forked() -> None:
+    """A child has none of the threads of a pool: neither computing nor freeing waits for them."""
+    ended = child("""
+        import os
+        from ggml_cffi import capi
+        cpu = capi.ggml_backend_cpu_init()
+        pool = capi.ggml_threadpool_new(capi.ggml_threadpool_params_default(2))
+        capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+        capi.ggml_backend_cpu_set_threadpool(cpu, pool)
+        ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+        x = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 64, 64)
+        graph = capi.ggml_new_graph(ctx)
+        capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, x, x))
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_buffer_clear(buffer, 0)
+        def tried(call, *args):
+            try:
+                call(*args)
+            except ValueError as error:
+                print(error, flush=True)
+        pid = os.fork()
+        if pid == 0:
+            tried(capi.ggml_backend_graph_compute, cpu, graph)
+            tried(capi.ggml_threadpool_free, pool)
+            capi.ggml_backend_cpu_set_threadpool(cpu, None)
+            capi.ggml_backend_graph_compute(cpu, graph)
+            os._exit(7)
+        print("parent:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        capi.ggml_backend_graph_compute(cpu, graph)
+        capi.ggml_backend_cpu_set_threadpool(cpu, None)
+        capi.ggml_threadpool_free(pool)
+    """)
+    assert ended.returncode == 0, ended.stderr
+    computed, freed, parent_says = ended.stdout.splitlines()
+    for line in (computed, freed):
+        assert "its threads are those of the process that was forked" in line
+    assert parent_says == "parent: 7"
+
+
+def test_the_tables_of_quantisation_are_freed_when_nobody_uses_them() -> None:
+    """Whoever frees them waits for all who quantise: no number is wrong, and nothing aborts."""
+    rows = np.random.default_rng(0).standard_normal((4, 1024), np.float32)
+    wanted = quants.quantize(rows, "iq3_xxs", threads=1)
+    done, failed = threading.Event(), []
+
+    def free() -> None:
+        while not done.wait(0.001):
+            capi.ggml_quantize_free()
+
+    def quantise() -> None:
+        for _ in range(3):
+            found = quants.quantize(rows, "iq3_xxs", threads=1)
+            failed.extend([found] * (not np.array_equal(found, wanted)))
+
+    freeing = threading.Thread(target=free)
+    working = [threading.Thread(target=quantise) for _ in range(2)]
+    for thread in (freeing, *working):
+        thread.start()
+    for thread in working:
+        thread.join()
+    done.set()
+    freeing.join()
+    assert not failed
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda a: capi.ggml_init(mem_size=1 << 16, mem_buffer=a), "mem_buffer"),
+        (lambda a: capi.ggml_backend_cpu_buffer_from_ptr(a, 1 << 16), "ptr"),
+        (
+            lambda a: capi.ggml_backend_dev_buffer_from_host_ptr(
+                capi.ggml_backend_dev_by_type(capi.GGML_BACKEND_DEVICE_TYPE_CPU), a, 65536, 65536
+            ),
+            "ptr",
+        ),
+    ],
+    ids=["context", "buffer", "buffer of a device"],
+)
+def test_a_c_array_of_fewer_bytes_than_are_said(call: Callable[[Any], Any], name: str) -> None:
+    short = ffi.new("char[64]")
+    with pytest.raises(ValueError, match=f"{name} has 64 bytes, fewer than the 65536 of "):
+        call(short)
+
+
+def test_memory_of_an_array_for_a_context() -> None:
+    """An array of as many bytes as are said, or a bare pointer, of which nobody knows."""
+    memory = ffi.new("char[]", 1 << 16)
+    for given in (memory, ffi.cast("void *", memory)):
+        ctx = capi.ggml_init(mem_size=1 << 16, mem_buffer=given)
+        capi.ggml_free(ctx)
+
+
+def test_an_array_whose_class_lies_about_its_size() -> None:
+    class Lying(np.ndarray):
+        size = 50_000_000  # type: ignore[assignment]
+
+    out = np.zeros(4, np.float32).view(Lying)
+    with pytest.raises(ValueError, match="must have the same number"):
+        capi.ggml_fp16_to_fp32_row(np.zeros(1000, np.uint16), out)

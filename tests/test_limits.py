@@ -70,27 +70,66 @@ def test_a_handle_freed_twice() -> None:
 
 
 @pytest.mark.no_sanitizer
-def test_an_index_that_a_kernel_does_not_look_at() -> None:
-    """Also with one thread; a number that is there before the computation is looked at."""
-    body = """
+@pytest.mark.parametrize("target", ["dst", "ids"])
+def test_an_index_that_a_kernel_does_not_look_at(target: str) -> None:
+    """One that an operation written in Python computes, or puts over one that was looked at.
+
+    Also with one thread; a number that is there before the computation is looked at.
+    """
+    body = f"""
         capi.ggml_backend_cpu_set_n_threads(cpu, 1)
         F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
-        numbers = capi.ggml_new_tensor_2d(ctx, {type}, 1, 1)
+        ids = capi.ggml_new_tensor_2d(ctx, I32, 1, 1)
         experts = capi.ggml_new_tensor_3d(ctx, F32, 8, 4, 3)
         x = capi.ggml_new_tensor_3d(ctx, F32, 8, 1, 1)
-        result = capi.ggml_mul_mat_id(ctx, experts, x, {ids})
+        def operation(dst, a, ith, nth):
+            if {{written}}:
+                number = ffi.new("int32_t[1]", [1 << 30])
+                capi.ggml_backend_tensor_set({target}, number, 0)
+        made = capi.ggml_map_custom1(ctx, ids if {target == "dst"} else x, operation, 1)
+        chosen = made if {target == "dst"} else ids
+        result = capi.ggml_mul_mat_id(ctx, experts, x if {target == "dst"} else made, chosen)
         graph = capi.ggml_new_graph_custom(ctx, 8, False)
         capi.ggml_build_forward_expand(graph, result)
-        capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
-        capi.ggml_backend_tensor_set(numbers, ffi.new("{c}[1]", [1 << 30]), 0)
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_buffer_clear(buffer, 0)
         print("before", flush=True)
         capi.ggml_backend_graph_compute(cpu, graph)
+        print("after", flush=True)
     """
-    ended = child(body.format(type="F32", c="float", ids="capi.ggml_cast(ctx, numbers, I32)"))
+    ended = child(body.format(written=True))
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "before\n"), ended.stderr
-    refused = child(body.format(type="I32", c="int32_t", ids="numbers"))
-    assert (refused.returncode, refused.stdout) == (1, "before\n")
-    assert "IndexError: ggml_backend_graph_compute: " in refused.stderr
+    ended = child(body.format(written=False))
+    assert (ended.returncode, ended.stdout) == (0, "before\nafter\n"), ended.stderr
+
+
+def test_a_normalised_row_that_goes_into_a_product_only() -> None:
+    """ggml computes both as one, and writes the product alone; an output it does write."""
+    body = """
+        import numpy as np
+        capi.ggml_backend_cpu_set_n_threads(cpu, 1)
+        x = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 8)
+        weights = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 8)
+        rows = capi.ggml_rms_norm(ctx, x, 0.0)
+        {first}
+        product = capi.ggml_mul(ctx, rows, weights)
+        graph = capi.ggml_new_graph_custom(ctx, 8, False)
+        capi.ggml_build_forward_expand(graph, product)
+        capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_tensor_set(x, np.full(8, 3, np.float32), 0)
+        capi.ggml_backend_tensor_set(weights, np.full(8, 2, np.float32), 0)
+        capi.ggml_backend_tensor_set(rows, np.full(8, 7, np.float32), 0)
+        capi.ggml_backend_graph_compute(cpu, graph)
+        found = np.empty(8, np.float32)
+        for tensor in rows, product:
+            capi.ggml_backend_tensor_get(tensor, found, 0)
+            print(found[0])
+    """
+    fused = child(body.format(first=""))
+    if PINNED:
+        assert (fused.returncode, fused.stdout) == (0, "7.0\n2.0\n"), fused.stderr
+    apart = child(body.format(first="capi.ggml_set_output(rows)"))
+    assert (apart.returncode, apart.stdout) == (0, "1.0\n2.0\n"), apart.stderr
 
 
 @pytest.mark.no_sanitizer

@@ -1144,6 +1144,48 @@ def test_indices_that_the_graph_computes(bench: Bench) -> None:
     np.testing.assert_array_equal(found, bench.data()[1][[2, 0]])
 
 
+def choice(bench: Bench, ids: Any) -> Any:
+    """A product with the experts that `ids` name, of three: its kernel does not look at them."""
+    return capi.ggml_mul_mat_id(bench.ctx, bench(8, 4, 3), bench(8, 1, 1), ids)
+
+
+def test_indices_made_of_floats_that_no_kernel_looks_at(bench: Bench) -> None:
+    """They are refused, whatever the floats are; of limited ones the range is known."""
+    floats = bench(1, 1, data=[1.5])
+    made = capi.ggml_cast(bench.ctx, floats, I32)
+    with pytest.raises(IndexError, match=r"makes of floats, of MUL_MAT_ID .* 0 \.\.\. 2"):
+        bench.run(choice(bench, capi.ggml_cont(bench.ctx, made)))
+
+
+@pytest.mark.parametrize(("low", "high", "good"), [(0, 2, True), (0, 3, False), (-1, 2, False)])
+def test_indices_made_of_limited_floats(bench: Bench, low: int, high: int, good: bool) -> None:
+    floats = capi.ggml_clamp(bench.ctx, bench(1, 1, data=[1e9]), low, high)
+    ids = capi.ggml_cast(bench.ctx, floats, I32)
+    result = choice(bench, ids)
+    if not good:
+        with pytest.raises(IndexError, match="makes of floats"):
+            bench.run(result)
+        return
+    found = bench.run(result)
+    _, experts, x = bench.data()
+    np.testing.assert_allclose(found.ravel(), experts[2] @ x.ravel(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_indices_out_of_a_table(bench: Bench, row: int) -> None:
+    """Experts by a table of the tokens: the rows that are used are looked at, and no others."""
+    table = bench(2, 2, type=I32, data=[0, 2, 99, 1])
+    ids = capi.ggml_get_rows(bench.ctx, table, bench(1, type=I32, data=[row]))
+    experts, x = bench(8, 4, 3), bench(8, 1, 1)
+    result = capi.ggml_mul_mat_id(bench.ctx, experts, x, ids)
+    if row:
+        with pytest.raises(IndexError, match="index 99 in 't0', of MUL_MAT_ID"):
+            bench.run(result)
+        return
+    found = bench.run(result).reshape(2, 4)
+    np.testing.assert_allclose(found, bench.data()[2][[0, 2]] @ bench.data()[3].ravel(), rtol=1e-5)
+
+
 ORDERS: list[tuple[str, Callable[[Any, Any], Any], int]] = [
     ("argsort", lambda ctx, a: capi.ggml_argsort(ctx, a, ASC), 6),
     ("the first of an argsort", lambda ctx, a: capi.ggml_argsort_top_k(ctx, a, 2), 6),

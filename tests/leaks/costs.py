@@ -104,7 +104,6 @@ def optimiser_without_outputs() -> None:
 
 
 def file_of_a_tensor_without_data() -> None:
-    """The file that ggml has opened stays open, too."""
     gguf, ctx = capi.gguf_init_empty(), context()
     capi.gguf_add_tensor(gguf, tensor(ctx, "bare", 4))
     raises(AbortError, capi.gguf_write_to_file, gguf, "/dev/null", False)

@@ -87,9 +87,7 @@ def gguf_set_arr_data(
 
 
 @bound
-def gguf_set_tensor_data(
-    ctx: types.gguf_context, name: types.String, data: types.VoidP
-) -> None:
+def gguf_set_tensor_data(ctx: types.gguf_context, name: types.String, data: types.VoidP) -> None:
     """Say where the data of a tensor are.
 
     Raises ValueError for an array that has fewer bytes than the tensor.
