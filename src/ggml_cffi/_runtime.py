@@ -155,10 +155,7 @@ def behind(value: Any, size: Any, function: str, name: str, of: str) -> None:
 
     What is behind a bare pointer, only the caller knows.
     """
-    if value is None or value is ...:
-        return
-    handle(value)
-    if ffi.typeof(value).kind == "array" and size is not ...:
+    if isinstance(value, _CData) and ffi.typeof(value).kind == "array" and size is not ...:
         have = ffi.sizeof(value)
         if whole(of, size) > have:
             raise ValueError(f"{function}: {name} has {have} bytes, fewer than the {size} of {of}")
