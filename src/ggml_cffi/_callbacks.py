@@ -234,9 +234,13 @@ def raise_later(error: BaseException) -> None:
     """
     number = next(_error_numbers)
     _errors[number] = error
-    if lib.ggml_cffi_raise(number):
-        return
-    _errors.pop(number, None)
+    try:
+        if lib.ggml_cffi_raise(number):
+            return
+    except BaseException:  # there is no stack for it, or an interrupt came: C knows of neither
+        del _errors[number]
+        raise
+    del _errors[number]
     if isinstance(error, KeyboardInterrupt):
         _thread.interrupt_main()
     else:
