@@ -490,9 +490,7 @@ def test_each_requirement_is_told_in_words() -> None:
 def test_words_for_a_requirement() -> None:
     with Arena(None) as arena:
         ctx = arena.context()
-        text = (
-            r"requires shape\(type, n_dims, ne\) \(no extent is"
-        )
+        text = r"requires shape\(type, n_dims, ne\) \(no extent is"
         with pytest.raises(ValueError, match=text + r".*\): type = 2, n_dims = 1$"):
             capi.ggml_new_tensor(ctx, capi.GGML_TYPE_Q4_0, [33])
     with Context() as objects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 WORDS = {
+    "aligned_as_said": "the tensors are laid out by the alignment that the metadata say",
     "all_f32": "the kernel reads all its operands as float32",
     "allocated": "all tensors of the graph have memory that the backend reaches",
     "backends_idle": "nothing computes on the backends",
@@ -21,6 +22,7 @@ WORDS = {
     "equal_sequences": "the tokens are as many for each sequence",
     "first_axis_can_move": "blocks of a quantised type lie along the first axis, which stays",
     "fits": "the memory does not reach behind the end of the address space",
+    "has_data": "the data of the tensors are at addresses that were set",
     "has_dot_product": "there are products of this type; not of i8, i16, i32, i64, f64, q8_1, q8_K",
     "has_from_float": "ggml can convert to this type",
     "has_to_float": "ggml can convert from this type",
@@ -28,11 +30,15 @@ WORDS = {
     "in_range": "the index is in range",
     "is_f32": "the type is f32",
     "is_f32_or_f16": "the type is f32 or f16",
+    "is_int": "the number has 32 bits",
     "is_plan": "it is a plan of this backend",
     "made_in": "the tensor was made in this context",
     "no_null": "none of them is NULL",
     "not_computing": "nothing computes with it",
     "not_empty": "the tensor has elements",
+    "not_quantising": "this thread does not quantise meanwhile",
+    "of_this_process": "its threads run in this process",
+    "padded": "twice the padding has 32 bits, and the dilated kernel 64",
     "padding": "there is no more padding than a number of 32 bits says",
     "permutable": "extents and strides are numbers of 32 bits",
     "plain_rows": "the rows lie one after the other",
@@ -48,6 +54,7 @@ WORDS = {
     "view": "the view lies inside the tensor whose memory it is",
     "whole_if_partial": "a tensor that is a sum over devices is written as a whole",
     "window": "the region lies inside the tensor",
+    "windows": "the windows are as many as 32 bits can count",
 }
 
 _PREDICATE = re.compile(r"^!?(\w+)\(")
