@@ -27,6 +27,7 @@ ON_RELEASES = (
     *("aborts", "errors", "limits"),
     *("family", "device", "async_events", "multi_buffer"),
     *("split_state", "latch", "meta_device", "meta_numeric"),
+    *("training", "training_files"),
     *("info", "public_api"),
 )
 

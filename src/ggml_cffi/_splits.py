@@ -11,12 +11,13 @@ from .capi import types
 from .dtypes import type_name
 from .errors import AbortError
 from .meta import SplitAxis, SplitState
+from .tensor import is_meta
 
 
 def split_in_words(handle: Any) -> str:
     """How a tensor is cut, where a split function was asked about it; else nothing."""
     buffer = (handle.view_src or handle).buffer
-    if not buffer or not capi.ggml_backend_buffer_is_meta(buffer):
+    if not buffer or not is_meta(buffer):
         return ""
     from .meta import split_function
 

@@ -138,7 +138,7 @@ class Tensor:
             handle.data
             and buffer
             and capi.ggml_backend_buffer_is_host(buffer)
-            and not _is_meta(buffer)
+            and not is_meta(buffer)
             and not is_quantized(handle.type)
         )
 
@@ -307,8 +307,12 @@ def _buffer(handle: Any) -> Any:
     return _root(handle).buffer
 
 
-def _is_meta(buffer: Any) -> bool:
-    return capi.ggml_backend_buffer_is_meta(buffer)
+_HAS_META = hasattr(lib, "ggml_backend_buffer_is_meta")  # some releases have no meta devices
+
+
+def is_meta(buffer: Any) -> bool:
+    """Whether a buffer is a meta device's."""
+    return _HAS_META and capi.ggml_backend_buffer_is_meta(buffer)
 
 
 def is_without_memory(handle: Any) -> bool:
@@ -415,7 +419,7 @@ def check_readable(tensor: Tensor) -> None:
 
 def _check_whole(tensor: Tensor) -> None:
     """Raise ValueError for a view of what a meta device has: ggml reads and writes the whole."""
-    if tensor.handle.view_src and _is_meta(_buffer(tensor.handle)):
+    if tensor.handle.view_src and is_meta(_buffer(tensor.handle)):
         raise ValueError(
             f"{tensor!r} is a part of a meta device's tensor: only the whole is read or written"
         )
@@ -451,7 +455,7 @@ def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if capi.ggml_is_contiguous(tensor.handle):
         capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)
         return
-    if _is_meta(_buffer(tensor.handle)):
+    if is_meta(_buffer(tensor.handle)):
         raise ValueError(f"{tensor!r} is not contiguous: a meta device cannot write that")
     row = data.reshape(-1, data.size // max(1, math.prod(tensor.ne[1:])))
     if tensor.strides[-1] != capi.ggml_type_size(tensor.type):
