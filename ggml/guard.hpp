@@ -159,6 +159,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 s.inside = outer;
                 end_failures(s, raised_before);
                 s.kind = aborted;
+                s.index = here.running || Traits::frees_inside ? what_is_lost : nothing_lost;
                 count_freed(here, false, a...);
                 if constexpr (Traits::frees_inside) {
                     note_broken(std::get<0>(std::tuple<A...>(a...)), false);
@@ -199,7 +200,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             }
         } catch (const abort_error & e) {
             fail(s, outer, raised_before, aborted, e.message.c_str());
-            count_freed(here, false, a...);
+            s.index = nothing_lost; // in a destructor it would have jumped
         } catch (const refused & e) {
             fail(s, outer, raised_before, not_allowed, e.message.c_str());
         } catch (const std::bad_alloc & e) {
@@ -227,6 +228,10 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         }
     }
 
+    static constexpr lost what_is_lost = Traits::frees != handle::none ? freed_argument_lost
+                                         : Traits::frees_inside        ? first_argument_lost
+                                                                       : nothing_lost;
+
     // A function that frees has done so, or was left on the way.
     static void count_freed(const region & here, bool completely, A... a) {
         if constexpr (Traits::frees != handle::none) {
@@ -244,6 +249,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             if constexpr (std::is_pointer_v<decltype(object)>) {
                 if (is_broken(object)) {
                     state.kind = aborted;
+                    state.index = what_is_lost;
                     details().message = "it is lost: an earlier abort has left it half freed";
                     here.running = true;
                     count_freed(here, false, a...);

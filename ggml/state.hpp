@@ -19,6 +19,9 @@ enum error_kind : int {
     callback_raised = 7,
 };
 
+// What an abort has left half freed; _runtime.py reads these numbers.
+enum lost : int { nothing_lost = 0, freed_argument_lost = 1, first_argument_lost = 2 };
+
 // How a function may be left when ggml aborts inside it.
 enum class leave { by_throw, compute, by_jump };
 
@@ -46,7 +49,7 @@ struct computation;
 struct thread_state {
     region *     inside = nullptr;     // the innermost guarded region, null outside and in Python
     int          kind = no_error;
-    int          index = -1;           // which argument
+    int          index = -1;           // which argument; after an abort, what is lost
     int          result = 0;           // of the last call: whether not NULL or false; a status
     bool         raised = false;       // a callback of the present call failed
     const python_entry * entry = nullptr; // the innermost Python function that ggml has called

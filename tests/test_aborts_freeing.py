@@ -304,7 +304,7 @@ def raised(function, *arguments):
     try:
         function(*arguments)
     except AbortError as error:
-        return error.function, error.message
+        return error.function, error.message, error.lost
     return None
 
 ctx = arena.context()
@@ -355,5 +355,6 @@ def test_a_poisoned_buffer_that_another_call_frees(
     )
     assert first[0] == grow.removeprefix("capi.") and "is poisoned" in first[1]
     lost = "it is lost: an earlier abort has left it half freed"
-    assert [text for _, text in again] == [lost] * 3
+    assert [text for _, text, _ in again] == [lost] * 3
+    assert {what for *_, what in (first, *again)} == {kind}
     assert counted == [-1, 1]  # once, though it was freed twice

@@ -12,7 +12,7 @@ from _compute import Arena, check_product
 from _fake_backend import FakeDevice, event_of, require_layout
 from _release import require
 
-from ggml_cffi import capi, ffi
+from ggml_cffi import capi, diagnostics, ffi
 from ggml_cffi.errors import AbortError, NotSupportedError
 from ggml_cffi.meta import MetaDevice, SplitState
 
@@ -321,6 +321,8 @@ def test_no_plans_on_a_meta_device(meta):
         plan = ffi.cast("void *", 24)
         with pytest.raises(NotSupportedError, match="the backend has no graph_plan_compute"):
             capi.ggml_backend_graph_plan_compute(meta, plan)
+        plans = diagnostics.live_handles().get("ggml_backend_graph_plan", 0)
         with pytest.raises(NotSupportedError, match="the backend has no graph_plan_free"):
             capi.ggml_backend_graph_plan_free(meta, plan)
+        assert diagnostics.live_handles().get("ggml_backend_graph_plan", 0) == plans
     check_product(meta)

@@ -235,6 +235,31 @@ def test_a_fork_in_an_operation_of_several_threads() -> None:
     assert parent_says == "parent: 7"
 
 
+def test_a_fork_on_a_thread_of_ggml_s_own() -> None:
+    """In the child that is the only thread, and no call of anybody's is on its stack: it ends."""
+    ended = child("""
+        import os, threading
+        from ggml_cffi import capi
+        cpu = capi.ggml_backend_cpu_init()
+        capi.ggml_backend_cpu_set_n_threads(cpu, 2)
+        ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
+        x = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 64, 64)
+        pids, caller = [], threading.get_ident()
+        def fork(dst, a, ith, nth):
+            if threading.get_ident() != caller:
+                pids.append(os.fork())
+        forked = capi.ggml_map_custom1(ctx, x, fork, 2)
+        graph = capi.ggml_new_graph(ctx)
+        capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, forked, x))
+        buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
+        capi.ggml_backend_buffer_clear(buffer, 0)
+        capi.ggml_backend_graph_compute(cpu, graph)
+        print("parent:", os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
+    """)
+    assert (ended.returncode, ended.stdout) == (0, "parent: 1\n"), ended.stderr
+    assert "forked in the midst of a computation of several threads" in ended.stderr
+
+
 def test_threads_of_the_process_that_was_forked() -> None:
     """A child has none of the threads of a pool: neither computing nor freeing waits for them."""
     ended = child("""

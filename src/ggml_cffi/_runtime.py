@@ -26,6 +26,7 @@ _CData = ffi.CData
 # ggml_cffi::error_kind of ggml/state.hpp
 _ABORTED, _NULL_ARGUMENT, _BAD_ENUMERATOR, _NOT_ALLOWED = 1, 2, 3, 4
 _OUT_OF_MEMORY, _CPP_EXCEPTION, _CALLBACK_RAISED = 5, 6, 7
+_FREED_ARGUMENT_LOST, _FIRST_ARGUMENT_LOST = 1, 2
 
 _DTYPES = {
     "bool": "?", "_Bool": "?", "int8_t": "i1", "uint8_t": "u1", "int16_t": "i2", "uint16_t": "u2",
@@ -565,7 +566,7 @@ def _described(
     log: str,
 ) -> BaseException:
     if kind == _ABORTED:
-        return _with_cause(_abort(function, message, log, facts.frees), values)
+        return _with_cause(_abort(function, message, log, _lost(index, facts, values)), values)
     if kind == _NULL_ARGUMENT:
         name = facts.c_args[index]
         return ValueError(f"{function}: {name} must not be NULL or None")
@@ -597,6 +598,15 @@ def _described(
 
 def _decode(value: Any) -> str:
     return text(value) or ""
+
+
+def _lost(index: int, facts: Spec, values: tuple[Any, ...]) -> str:
+    """The type of what an abort has left half freed; `index` is a `lost` of ggml/state.hpp."""
+    if index == _FREED_ARGUMENT_LOST:
+        return facts.frees
+    if index == _FIRST_ARGUMENT_LOST and values and isinstance(values[0], _CData):
+        return str(ffi.typeof(values[0]).item.cname.removeprefix("struct "))
+    return ""
 
 
 def _abort(function: str, message: str, log: str, lost: str) -> errors.GGMLError:
