@@ -362,7 +362,7 @@ inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
     if (ggml_is_empty(t)) {
         return true;
     }
-    if (!t->data) {
+    if (!t->data || (t->view_src && !t->view_src->data)) {
         return false;
     }
     if (!backend) {

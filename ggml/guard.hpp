@@ -434,7 +434,7 @@ static int64_t ggml_cffi_live_handles(int kind) { return ggml_cffi::handle_table
 static int64_t ggml_cffi_leaked_handles(int kind) { return ggml_cffi::handle_table.at(kind).leaked; }
 static uint64_t ggml_cffi_caught_aborts(void) { return ggml_cffi::caught_aborts; }
 static int ggml_cffi_n_buffers(struct ggml_gallocr * galloc) {
-    return ggml_cffi::allocators_table.find(galloc).value_or(1);
+    return ggml_cffi::n_buffers_of(galloc);
 }
 static int64_t ggml_cffi_remembered(void) { return ggml_cffi::remembered; }
 

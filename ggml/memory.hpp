@@ -15,8 +15,6 @@
 
 namespace ggml_cffi {
 
-inline std::atomic<int64_t> remembered{0}; // entries of all tables
-
 // What is known of objects, by their addresses. An entry goes before its object does: another thread
 // may get the address at once.
 template <class Value> class by_address {
@@ -139,40 +137,12 @@ inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) 
     }
 }
 
-// ---- where the caller's tensors are: no scheduler has put those into a graph
-
-inline fork_safe_mutex          contexts_lock;
-inline std::map<char *, char *> contexts_table; // from the first byte of a context's memory to its end
-
-// Without memory for the entry, its tensors are not known for the caller's: that is no error.
-inline void note_context(ggml_context * context) noexcept {
-    if (context) {
-        char * first = (char *) ggml_get_mem_buffer(context);
-        std::lock_guard<fork_safe_mutex> hold(contexts_lock);
-        try {
-            remembered += contexts_table.insert_or_assign(first, first + ggml_get_mem_size(context)).second;
-        } catch (const std::bad_alloc &) {
-        }
-    }
-}
-
-inline void forget_context(ggml_context * context) {
-    if (context) {
-        std::lock_guard<fork_safe_mutex> hold(contexts_lock);
-        remembered -= (int64_t) contexts_table.erase((char *) ggml_get_mem_buffer(context));
-    }
-}
+// ---- contexts that callers get by way of an address
 
 // One that comes by way of an address that the caller gave.
 inline void made_context(ggml_context * context) {
     made(handle::ggml_context, context);
     note_context(context);
-}
-
-inline bool is_in_a_context(const ggml_tensor * tensor) {
-    std::lock_guard<fork_safe_mutex> hold(contexts_lock);
-    auto after = contexts_table.upper_bound((char *) tensor);
-    return after != contexts_table.begin() && (char *) tensor < std::prev(after)->second;
 }
 
 // The caller does not get what it has an address for: nobody gets the result that belongs to it.
@@ -301,27 +271,14 @@ inline bool write_gguf(const gguf_context * ctx, const char * fname, bool only_m
     return gguf_write_to_file_ptr(ctx, out.file, only_meta) && std::fflush(out.file) == 0;
 }
 
-// ---- how many buffers an allocator has: ggml's function aborts for a number that is none
-
-inline by_address<int> allocators_table;
-
-inline void note_allocator(ggml_gallocr_t allocator, int n_buffers) {
-    if (allocator) {
-        allocators_table.note(allocator, n_buffers);
-    }
-}
-
 // ---- what a scheduler is allocated for: given another graph, ggml computes the first one again
 
 struct scheduled {
-    const ggml_cgraph * graph;
-    int                 n_nodes;
+    graph_id id; // of no graph: of a training's own
     // The tensors of indices that nodes have: a scheduler puts copies of its own in their places.
     std::shared_ptr<const std::unordered_map<const ggml_tensor *, const ggml_tensor *>> ids;
 
-    bool holds(const ggml_cgraph * other) const {
-        return graph == other && n_nodes == ggml_graph_n_nodes((ggml_cgraph *) other);
-    }
+    bool holds(ggml_cgraph * other) const { return id == id_of(other); }
 };
 inline by_address<scheduled> scheduled_table;
 
@@ -353,8 +310,7 @@ inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
             ids[node] = used;
         }
     }
-    scheduled_table.note(scheduler, { graph, ggml_graph_n_nodes(graph),
-                                      std::make_shared<decltype(ids)>(std::move(ids)) });
+    scheduled_table.note(scheduler, { id_of(graph), std::make_shared<decltype(ids)>(std::move(ids)) });
     return true;
 }
 
@@ -362,24 +318,6 @@ inline bool note_graph(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
 inline bool reset_or_allocated_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
     const auto found = scheduled_table.find(scheduler);
     return !found || found->holds(graph);
-}
-
-// No operation of the graph writes over an operand that it reads after that. The scheduler's allocator
-// decides it: a graph with such operations that has yet to be allocated is so now, as it would be in
-// the computation. Where that fails, so will the computation, with a status.
-inline bool spares_operands(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
-    const auto nodes = check::computed_nodes(graph);
-    if (std::none_of(nodes.begin(), nodes.end(), check::may_write_over)) {
-        return true;
-    }
-    if (!scheduled_table.find(scheduler)) {
-        note_graph(scheduler, graph);
-        if (!ggml_backend_sched_alloc_graph(scheduler, graph)) {
-            forget_graph(scheduler);
-            return true;
-        }
-    }
-    return std::all_of(nodes.begin(), nodes.end(), check::spares_operands);
 }
 
 // The CPU may be to compute a node, as far as that has been decided.
@@ -411,15 +349,15 @@ inline bool indices(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
 
 // ---- plans: `void *` in C, and their graphs cannot be had from them
 
-struct planned {
-    ggml_cgraph * graph;
-    int           threads; // of the backend when it was made: it keeps them
+struct graph_plan {
+    graph_id graph;
+    int      threads; // of the backend when it was made: it keeps them
 };
-inline by_address<planned> plans_table;
+inline by_address<graph_plan> plans_table;
 
 inline void note_plan(const void * plan, ggml_cgraph * graph, ggml_backend_t backend) {
     if (plan) {
-        plans_table.note(plan, { graph, threads_of(backend) });
+        plans_table.note(plan, { id_of(graph), threads_of(backend) });
     }
 }
 
@@ -427,11 +365,19 @@ inline void forget_plan(const void * plan) { plans_table.forget(plan); }
 
 // The graph of a plan, NULL for what is none.
 inline ggml_cgraph * graph_of(const void * plan) {
-    return plans_table.find(plan).value_or(planned{ nullptr, 1 }).graph;
+    const auto found = plans_table.find(plan);
+    return found ? (ggml_cgraph *) found->graph.graph : nullptr;
+}
+
+// Its graph is there, and has not been changed since it was made.
+inline bool graph_is_as_planned(const void * plan) {
+    const auto found = plans_table.find(plan);
+    return !found || is_still(found->graph);
 }
 
 inline int threads_of_plan(const void * plan) {
-    return plans_table.find(plan).value_or(planned{ nullptr, GGML_DEFAULT_N_THREADS }).threads;
+    const auto found = plans_table.find(plan);
+    return found ? found->threads : GGML_DEFAULT_N_THREADS;
 }
 
 inline bool indices(const void * plan, ggml_backend_t backend) {
@@ -448,25 +394,38 @@ inline bool is_plan(const void * plan, ggml_backend_t backend) {
 
 struct optimisation {
     ggml_backend_sched_t scheduler;
-    bool                 ready; // allocated, and not evaluated since
+    ggml_opt_build_type  build;       // the most that it is for
+    int                  period;      // of the optimiser's steps, in evaluations
+    bool                 ready = false; // allocated, and not evaluated since
+    bool                 begun = false; // allocated, at some time
+    uint64_t             turn = 0;    // of its scheduler, when it was
+    int                  kind = -1;   // of graph that was allocated, -1 where that is not known
+    bool                 backward = false; // it has a graph for the optimiser
+    bool                 spent = false; // the graph that was given for one evaluation has had it
+    graph_id             graph;       // that one, when it was given,
+    graph_id             allocated;   // and when it was allocated, until it is evaluated
+    int64_t              evaluations = 0;
 };
 inline by_address<optimisation> optimisations_table;
 
-inline void note_scheduler(ggml_opt_context_t context, ggml_backend_sched_t scheduler) {
+inline void note_optimisation(ggml_opt_context_t context, const ggml_opt_params & params) {
     if (context) {
-        optimisations_table.note(context, { scheduler, false });
+        optimisation made{ params.backend_sched, params.build_type, params.opt_period };
+        made.backward = params.ctx_compute && params.build_type == GGML_OPT_BUILD_TYPE_OPT;
+        optimisations_table.note(context, made);
     }
 }
 
 // Always true.
 inline bool note_ready(ggml_opt_context_t context, bool ready) {
     if (auto found = optimisations_table.find(context)) {
-        optimisations_table.note(context, { found->scheduler, ready });
+        found->ready = ready;
+        optimisations_table.note(context, *found);
     }
     return true;
 }
 
-inline void forget_scheduler(ggml_opt_context_t context) { optimisations_table.forget(context); }
+inline void forget_optimisation(ggml_opt_context_t context) { optimisations_table.forget(context); }
 
 inline ggml_backend_sched_t scheduler_of(ggml_opt_context_t context) {
     const auto found = optimisations_table.find(context);

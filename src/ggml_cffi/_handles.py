@@ -54,11 +54,17 @@ def address(handle: object) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
-def _in_use(handle: object) -> bool:
-    """Whether a computation uses it, so that freeing it is refused."""
+def in_use(handle: object) -> bool:
+    """Whether a computation uses it, so that freeing it is refused.
+
+    What is no pointer says so itself, with a method of that name.
+    """
     from ._loader import ffi, lib
 
-    return isinstance(handle, ffi.CData) and bool(lib.ggml_cffi_in_use(handle))
+    if isinstance(handle, ffi.CData):
+        return bool(lib.ggml_cffi_in_use(handle))
+    asked = getattr(handle, "in_use", None)
+    return asked is not None and bool(asked())
 
 
 class Closing:
@@ -160,7 +166,7 @@ class _Resource:
             try:
                 self.free(self.handle)
             except BaseException as error:
-                if refusable and isinstance(error, ValueError) and _in_use(self.handle):
+                if refusable and isinstance(error, ValueError) and in_use(self.handle):
                     with _lock:
                         self.users += 1
                     raise

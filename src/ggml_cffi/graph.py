@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from . import capi
 from ._copies import copy, graph_of
-from ._handles import Owned, address
+from ._handles import Owned, address, in_use
 from ._loader import ffi, lib
 from ._memory import raises_memory_error
 from ._placement import check_uses
@@ -236,8 +236,14 @@ class _Store:
     def __init__(self) -> None:
         self.context: types.ggml_context | None = None
         self.memory: _Memory | None = None
+        self.graph: types.ggml_cgraph | None = None
+
+    def in_use(self) -> bool:
+        return self.graph is not None and in_use(self.graph)
 
     def free(self) -> None:
+        if self.in_use():
+            raise ValueError("a computation that has not ended uses it")
         try:
             if self.memory is not None:
                 self.memory.free()
@@ -329,7 +335,7 @@ class Compiled(Owned[_Store]):
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
                     capi.ggml_set_output(handle)
-        self._graph = graph_of(store.context, copies)
+        self._graph = store.graph = graph_of(store.context, copies)
         self._tensors = copies
 
     def _summed_up(
