@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from _compute import F32, Arena, check_product
 from _fake_backend import FakeDevice, buffer_type, require_layout
-from _release import needs
+from _release import needs, needs_meta
 
 from ggml_cffi import AbortError, GGMLError, Graph, capi, lib, ops
 from ggml_cffi.backend import Backend
@@ -989,6 +989,7 @@ def test_accumulated_gradients_without_a_graph_for_them(
 # ---- the objects
 
 
+@needs_meta  # as the objects do
 def test_graphs_compiled_on_one_backend_keep_their_memory() -> None:
     with Context() as ctx, Backend(device("CPU"), 1) as backend:
         x = ctx.input((8,), name="x")
@@ -1002,6 +1003,7 @@ def test_graphs_compiled_on_one_backend_keep_their_memory() -> None:
         check_product(backend.handle)
 
 
+@needs_meta
 def test_a_compiled_graph_is_not_closed_by_its_own_operation() -> None:
     closed = []
 
