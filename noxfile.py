@@ -24,7 +24,7 @@ RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post
 #: The tests of capi, of the guard and of the backend family.
 ON_RELEASES = (
     *("capi", "overrides", "requirements", "callbacks", "nesting", "logs"),
-    *("aborts", "errors", "limits"),
+    *("aborts", "errors", "limits", "plans"),
     *("family", "device", "async_events", "multi_buffer"),
     *("split_state", "latch", "meta_device", "meta_numeric"),
     *("training", "training_files"),

@@ -170,7 +170,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
         s.inside = &here;
         try {
             // inside the region: what is required may be asked of ggml, which may abort over it
-            if (!check(std::make_index_sequence<sizeof...(A)>{}, a...) || !is_whole(here, a...)) {
+            if (!is_whole(here, a...) || !check(std::make_index_sequence<sizeof...(A)>{}, a...)) {
                 s.inside = outer;
                 end_failures(s, raised_before);
                 return zero();

@@ -175,27 +175,29 @@ class survey {
 // ---- allocators and schedulers
 
 // The operands of a node: a scheduler puts copies of its own in their places.
-struct operands {
+struct operands_of {
     ggml_tensor *                           node;
     std::array<ggml_tensor *, GGML_MAX_SRC> src;
 };
 struct exchanged {
     ggml_tensor *node, *before, *now;
     int          number;
-    uint64_t     context; // of the node
 };
 
 struct planner {
     int                                             n_buffers = 1;
     std::optional<fingerprint>                      planned;  // the graph that ggml has planned
-    fingerprint                                     next{};   // that it is about to plan
-    std::vector<const ggml_tensor *>                to_place; // tensors that it is about to place
+    bool                                            plans = false; // it may have planned one
+    bool                                            pending = false; // it is about to place this one:
+    fingerprint                                     next{};
+    graph_id                                        next_id;
+    std::vector<const ggml_tensor *>                to_place;
     std::unordered_map<const void *, graph_id>      placed;   // graphs whose tensors have memory of it,
     std::map<uint64_t, ggml_context *>              contexts; // where these are, and
     std::vector<ggml_backend_buffer_t>              buffers;  // its buffers then,
     std::vector<size_t>                             sizes;    // and their sizes
     std::unordered_map<ggml_tensor *, ggml_backend_t> assigned; // by the user of a scheduler
-    std::vector<operands>                           operands_before;
+    std::vector<operands_of>                           operands_before;
     std::vector<exchanged>                          replaced; // operands of the present graph
     uint64_t                                        turn = 0; // of those who use a scheduler
 
@@ -237,9 +239,15 @@ inline void forget_planned(const void * first, const void * end, uint64_t contex
         for (auto one = p->placed.begin(); one != p->placed.end();) {
             one = one->first >= first && one->first < end ? p->placed.erase(one) : std::next(one);
         }
-        auto & list = p->replaced;
-        list.erase(std::remove_if(list.begin(), list.end(), [&](const exchanged & e) { return e.context == context; }),
-                   list.end());
+        const auto drop = [&](auto & list, auto tensor) {
+            list.erase(std::remove_if(list.begin(), list.end(), [&](const auto & one) {
+                const void * t = tensor(one);
+                return t >= first && t < end;
+            }), list.end());
+        };
+        drop(p->to_place, [](const ggml_tensor * t) { return t; });
+        drop(p->operands_before, [](const operands_of & one) { return one.node; });
+        drop(p->replaced, [](const exchanged & one) { return one.node; });
     }
 }
 
@@ -249,13 +257,19 @@ inline void clear(ggml_tensor * t) {
     t->extra = nullptr;
 }
 
-// Its memory is gone, or about to go: the tensors that are there stand unallocated, and views of them.
-inline void unplace(planner & p) {
+// Its memory is gone, or about to go: the tensors that are there stand unallocated, and views of them,
+// but for those that are new.
+inline void unplace(planner & p, const std::vector<const ggml_tensor *> & fresh = {}) {
     std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    std::vector<const ggml_tensor *> kept = fresh;
+    std::sort(kept.begin(), kept.end());
     std::vector<const ggml_tensor *> gone;
     std::vector<ggml_tensor *>       views; // that no allocator has seen
     for (const auto & [number, context] : p.contexts) {
         for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
+            if (std::binary_search(kept.begin(), kept.end(), t)) {
+                continue;
+            }
             if (t->buffer && std::find(p.buffers.begin(), p.buffers.end(), t->buffer) != p.buffers.end()) {
                 clear(t);
                 gone.push_back(t);
@@ -305,19 +319,57 @@ inline std::vector<size_t> sizes_of(ggml_backend_sched_t scheduler, int n) {
     return sizes;
 }
 
-// ggml allocates a buffer anew where it has to be larger, and frees one that it measures only.
-template <class Key> void unplace_if_replaced(Key key, planner & p) {
-    if (!p.buffers.empty() && p.sizes != sizes_of(key, p.n_buffers)) {
-        unplace(p);
+inline void note_operands(planner & p, ggml_cgraph * graph) {
+    p.operands_before.clear();
+    for (int i = 0; p.n_buffers > 1 && i < ggml_graph_n_nodes(graph); ++i) {
+        operands_of one{ ggml_graph_node(graph, i), {} };
+        std::copy(std::begin(one.node->src), std::end(one.node->src), one.src.begin());
+        p.operands_before.push_back(one);
     }
 }
 
-// The graph's tensors have memory now.
-template <class Key> void note_placed(Key key, planner & p, ggml_cgraph * graph) {
+inline void note_replaced(planner & p) {
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    for (const operands_of & one : p.operands_before) {
+        for (int j = 0; j < GGML_MAX_SRC; ++j) {
+            if (one.node->src[j] != one.src[j]) {
+                p.replaced.push_back({ one.node, one.src[j], one.node->src[j], j });
+            }
+        }
+    }
+    p.operands_before.clear();
+}
+
+// ggml allocates a buffer anew where it has to be larger, and frees one that it measures only.
+template <class Key>
+void unplace_if_replaced(Key key, planner & p, const std::vector<const ggml_tensor *> & fresh = {}) {
+    if (!p.buffers.empty() && p.sizes != sizes_of(key, p.n_buffers)) {
+        unplace(p, fresh);
+    }
+}
+
+inline void begin_placing(planner & p, const graph_id & id, const fingerprint & print,
+                          std::vector<const ggml_tensor *> to_place) {
+    p.next = print;
+    p.next_id = id;
+    p.to_place = std::move(to_place);
+    p.pending = p.plans = true;
+}
+
+// The graph's tensors have memory now, if ggml has got that far.
+template <class Key> void end_placing(Key key, planner & p) {
+    if (!p.pending) {
+        return;
+    }
+    p.pending = false;
+    note_replaced(p);
+    unplace_if_replaced(key, p, p.to_place);
     known_context last{ nullptr, nullptr, 0 };
     char *        first = nullptr;
+    bool          placed = p.to_place.empty();
     std::lock_guard<fork_safe_mutex> hold(planners_lock);
     for (const ggml_tensor * t : p.to_place) {
+        placed = placed || t->buffer;
         if (t->buffer && !t->view_src && std::find(p.buffers.begin(), p.buffers.end(), t->buffer) == p.buffers.end()) {
             p.buffers.push_back(t->buffer);
         }
@@ -330,7 +382,9 @@ template <class Key> void note_placed(Key key, planner & p, ggml_cgraph * graph)
             }
         }
     }
-    p.placed[graph] = id_of(graph);
+    if (placed) {
+        p.placed[p.next_id.graph] = p.next_id;
+    }
     p.sizes = sizes_of(key, p.n_buffers);
     p.to_place.clear();
 }
@@ -369,7 +423,9 @@ inline bool may_reserve(ggml_gallocr_t allocator, ggml_cgraph * graph) {
         if (!is_idle(*p)) {
             return false;
         }
+        end_placing(allocator, *p);
         p->planned.reset();
+        p->plans = true;
         p->next = survey(graph, p->buffers).print;
     }
     return true;
@@ -396,7 +452,9 @@ inline bool is_planned_for(ggml_gallocr_t allocator, ggml_cgraph * graph) {
     if (!is_idle(*p)) {
         return false;
     }
-    if (p->has(id_of(graph))) { // it stays where it is
+    end_placing(allocator, *p);
+    const graph_id id = id_of(graph);
+    if (p->has(id)) { // it stays where it is
         if (p->n_buffers == 1) {
             p->planned.reset(); // ggml may plan it anew, as one that has memory
         }
@@ -406,37 +464,40 @@ inline bool is_planned_for(ggml_gallocr_t allocator, ggml_cgraph * graph) {
     if (found.placed) {
         return refuse_placed(found.placed);
     }
-    p->to_place = std::move(found.to_place);
-    if (p->planned && *p->planned == found.print) {
-        return true;
+    const bool same = p->planned && *p->planned == found.print;
+    if (p->n_buffers > 1 && p->planned && p->planned->structure != found.print.structure) {
+        return refuse("with several buffers, ggml_gallocr_reserve_n must come first: its graph was of another structure");
     }
-    if (p->n_buffers == 1) {
+    if (p->n_buffers == 1 ? !same : !p->planned) {
+        if (p->plans) {
+            forget_plan(allocator); // so that ggml plans anew, or says that it must be reserved
+        }
         p->planned.reset();
-        const bool done = ggml_gallocr_reserve(allocator, graph);
-        p->next = found.print;
-        reserved(allocator, done);
-        return true; // or ggml says what it lacks
     }
-    if (!p->planned) {
-        forget_plan(allocator);
-        return true; // ggml says that it must be reserved
-    }
-    return p->planned->structure == found.print.structure ||
-           refuse("with several buffers, ggml_gallocr_reserve_n must come first: its graph was of another structure");
+    begin_placing(*p, id, found.print, std::move(found.to_place));
+    return true;
 }
 
-inline void allocated(ggml_gallocr_t allocator, ggml_cgraph * graph, bool done) {
+inline void allocated(ggml_gallocr_t allocator, bool done) {
+    const auto p = planner_of(allocator);
     if (!done) {
-        reserved(allocator, false);
-    } else if (const auto p = planner_of(allocator)) {
-        note_placed(allocator, *p, graph);
+        if (p) {
+            p->planned.reset();
+        }
+        forget_plan(allocator);
+    } else if (p && p->pending && p->n_buffers == 1) {
+        p->planned = p->next;
+    }
+    if (p) {
+        end_placing(allocator, *p);
     }
 }
 
 // The allocator goes, or the scheduler.
-inline void forget_planner(const void * key) {
+template <class Key> void forget_planner(Key key) {
     const auto p = key ? planner_of(key) : nullptr;
     if (p) {
+        end_placing(key, *p);
         give_operands_back(*p);
         unplace(*p);
         std::lock_guard<fork_safe_mutex> hold(planners_lock);
@@ -450,28 +511,6 @@ inline void forget_planner(const void * key) {
 inline bool is_free(ggml_backend_sched_t scheduler) {
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
     return !used(scheduler) || works(scheduler) || refuse("a training that has not ended uses the scheduler");
-}
-
-inline void note_operands(planner & p, ggml_cgraph * graph) {
-    p.operands_before.clear();
-    for (int i = 0; p.n_buffers > 1 && i < ggml_graph_n_nodes(graph); ++i) {
-        operands one{ ggml_graph_node(graph, i), {} };
-        std::copy(std::begin(one.node->src), std::end(one.node->src), one.src.begin());
-        p.operands_before.push_back(one);
-    }
-}
-
-inline void note_replaced(planner & p) {
-    std::lock_guard<fork_safe_mutex> hold(planners_lock);
-    for (const operands & one : p.operands_before) {
-        for (int j = 0; j < GGML_MAX_SRC; ++j) {
-            if (one.node->src[j] != one.src[j]) {
-                const auto context = context_of(one.node);
-                p.replaced.push_back({ one.node, one.src[j], one.node->src[j], j, context ? context->number : 0 });
-            }
-        }
-    }
-    p.operands_before.clear();
 }
 
 // Another user's turn.
@@ -495,6 +534,7 @@ inline void note_assigned(ggml_backend_sched_t scheduler, ggml_tensor * tensor, 
 inline void reset(ggml_backend_sched_t scheduler) {
     forget_graph(scheduler);
     if (const auto p = planner_of(scheduler)) {
+        end_placing(scheduler, *p);
         p->assigned.clear();
         give_operands_back(*p);
     }
@@ -505,6 +545,7 @@ inline bool may_reserve(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
         return false;
     }
     if (const auto p = planner_of(scheduler)) {
+        end_placing(scheduler, *p);
         give_operands_back(*p);
         take_turn(*p);
         p->planned.reset();
@@ -534,6 +575,7 @@ inline bool may_split(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
         return false;
     }
     if (const auto p = planner_of(scheduler)) {
+        end_placing(scheduler, *p);
         give_operands_back(*p);
         note_operands(*p, graph);
     }
@@ -558,8 +600,10 @@ inline bool is_planned_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) 
     if (!is_free(scheduler)) {
         return false;
     }
+    end_placing(scheduler, *p);
     give_operands_back(*p);
-    if (p->has(id_of(graph))) {
+    const graph_id id = id_of(graph);
+    if (p->has(id)) {
         unplace(*p);
     }
     survey found(graph, p->buffers);
@@ -567,55 +611,64 @@ inline bool is_planned_for(ggml_backend_sched_t scheduler, ggml_cgraph * graph) 
         return refuse_placed(found.placed);
     }
     unplace(*p);
-    p->to_place = std::move(found.to_place);
     if (!(p->planned && *p->planned == found.print)) {
         plan_anew(scheduler, *p);
-        p->next = found.print;
     }
+    begin_placing(*p, id, found.print, std::move(found.to_place));
     note_operands(*p, graph);
     take_turn(*p);
     return true;
 }
 
-inline void allocated(ggml_backend_sched_t scheduler, ggml_cgraph * graph, bool done) {
+inline void allocated(ggml_backend_sched_t scheduler, bool done) {
     const auto p = planner_of(scheduler);
-    if (p) {
-        note_replaced(*p);
-    }
     if (!done) {
         forget_graph(scheduler);
-    } else if (p) {
-        if (!p->planned) {
-            p->planned = p->next;
-        }
-        note_placed(scheduler, *p, graph);
+    } else if (p && p->pending) {
+        p->planned = p->next;
+    }
+    if (p) {
+        end_placing(scheduler, *p);
     }
 }
 
-// A graph that has yet to be allocated is so now, as it would be in the computation. Where that fails,
-// so will the computation, with a status.
-inline bool allocate(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
-    if (scheduled_table.find(scheduler)) {
-        return true;
-    }
-    if (!is_planned_for(scheduler, graph)) {
+// ggml allocates a graph in its computation, where it has yet to be. It is so before that where an
+// operation may write over an operand that it reads afterwards: the scheduler's allocator decides it.
+// Where that fails, so will the computation, with a status.
+inline bool prepare(ggml_backend_sched_t scheduler, ggml_cgraph * graph) {
+    const bool scheduled_before = scheduled_table.find(scheduler).has_value();
+    if (!scheduled_before && !is_planned_for(scheduler, graph)) {
         return false;
     }
     note_graph(scheduler, graph);
-    allocated(scheduler, graph, ggml_backend_sched_alloc_graph(scheduler, graph));
-    return true;
+    const auto nodes = check::computed_nodes(graph);
+    if (std::none_of(nodes.begin(), nodes.end(), check::may_write_over)) {
+        return true;
+    }
+    if (!scheduled_before) {
+        const bool done = ggml_backend_sched_alloc_graph(scheduler, graph);
+        allocated(scheduler, done);
+        if (!done) {
+            return true;
+        }
+    }
+    return std::all_of(nodes.begin(), nodes.end(), check::spares_operands);
 }
 
-// No operation of the graph writes over an operand that it reads after that: the scheduler's allocator
-// decides it.
-inline bool spares_operands(ggml_cgraph * graph) {
-    const auto nodes = check::computed_nodes(graph);
-    return std::all_of(nodes.begin(), nodes.end(), check::spares_operands);
+inline void computed(ggml_backend_sched_t scheduler, enum ggml_status status) {
+    const auto p = planner_of(scheduler);
+    if (p && p->pending) {
+        if (status == GGML_STATUS_SUCCESS) {
+            p->planned = p->next;
+        }
+        end_placing(scheduler, *p);
+    }
 }
 
 // Somebody allocates graphs of his own on it: a training. Always true.
 inline bool hand_over(ggml_backend_sched_t scheduler) {
     if (const auto p = planner_of(scheduler)) {
+        end_placing(scheduler, *p);
         give_operands_back(*p);
         unplace(*p);
         p->assigned.clear();

@@ -470,8 +470,9 @@ def test_an_enumerator_is_asked_for() -> None:
 
 
 #: What these find they say themselves, or they are never false.
-EXPLAIN_THEMSELVES = {"cpu_can", "indices", "reachable", "some_device_can", "spares_operands"}
+EXPLAIN_THEMSELVES = {"cpu_can", "indices", "reachable", "some_device_can"}
 EXPLAIN_THEMSELVES |= {"supported", "scheduler_of", "threads_of", "use", "product"}
+EXPLAIN_THEMSELVES |= {"computed", "graph_of", "hand_over"}
 
 
 def test_each_requirement_is_told_in_words() -> None:
