@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -565,42 +562,6 @@ def test_a_graph_rebuilt_at_its_address(arena: Arena, memory: Any) -> None:
         fill(x, 2.0)
         memory.compute(chain.graph)
         assert first(result) == 2.0**2**exponent
-
-
-PLAN_OF_BAD_INDICES = """
-import numpy as np
-from ggml_cffi import AbortError, capi
-cpu = capi.ggml_backend_cpu_init()
-ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
-numbers = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 64)
-table = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 4, 3)
-rows = capi.ggml_get_rows(ctx, table, capi.ggml_cast(ctx, numbers, capi.GGML_TYPE_I32))
-graph = capi.ggml_new_graph(ctx)
-capi.ggml_build_forward_expand(graph, rows)
-capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
-capi.ggml_backend_tensor_set(numbers, np.arange(64, dtype=np.float32), 0)
-capi.ggml_backend_cpu_set_n_threads(cpu, {made})
-plan = capi.ggml_backend_graph_plan_create(cpu, graph)
-capi.ggml_backend_cpu_set_n_threads(cpu, {now})
-try:
-    capi.ggml_backend_graph_plan_compute(cpu, plan)
-except AbortError:
-    print("caught")
-"""
-
-
-@pytest.mark.parametrize(("made", "now"), [(1, 4), (4, 1)])
-def test_a_plan_has_the_threads_that_it_was_made_with(made: int, now: int) -> None:
-    """With one an abort in a kernel is an exception, with several it ends the process."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PLAN_OF_BAD_INDICES.format(made=made, now=now)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    if made == 1:
-        assert (ended.returncode, ended.stdout) == (0, "caught\n"), ended.stderr
-    else:
-        assert ended.returncode == -signal.SIGABRT, ended.stderr
-        assert "GGML_ASSERT(i01 >= 0" in ended.stderr
 
 
 # ---- within a computation
