@@ -12,6 +12,7 @@ import pytest
 
 from ggml_cffi import MetaDevice, SplitState, capi, ops
 from ggml_cffi.context import Context
+from ggml_cffi.dtypes import element_type
 from ggml_cffi.graph import Graph
 from ggml_cffi.tensor import Tensor
 
@@ -220,15 +221,120 @@ def test_dlpack_in(ctx: Context) -> None:
         ctx.from_dlpack([1, 2])
 
 
-@pytest.mark.slow
-def test_dlpack_with_pytorch(ctx: Context, need: Any) -> None:
-    need(importlib.util.find_spec("torch"), "PyTorch")
-    import torch
-
-    tensor = put(ctx, numbers(3, 4))
-    theirs = torch.from_dlpack(tensor)
-    theirs[1, 1] = 77
-    assert tensor.numpy()[1, 1] == 77
-    back = ctx.from_dlpack(torch.arange(6, dtype=torch.int32).reshape(2, 3).t())
+@pytest.mark.parametrize("layout", [np.s_[:], np.s_[1:], np.s_[:, ::2], np.s_[2], np.s_[1, 2]])
+def test_dlpack_with_bfloat16(ctx: Context, layout: Any) -> None:
+    """NumPy has none; libraries that have one see it."""
+    tensor = ctx.from_numpy(numbers(3, 4), dtype="bf16", name="b")
     ctx.allocate("CPU")
-    np.testing.assert_array_equal(back.numpy(), np.arange(6).reshape(2, 3).T)
+    part = tensor[layout]
+    other = ctx.from_dlpack(part)
+    assert other.type == capi.GGML_TYPE_BF16 and other.shape == part.shape
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(other.numpy(), part.numpy())
+    with pytest.raises((BufferError, RuntimeError, TypeError)):
+        np.from_dlpack(tensor)
+
+
+def test_dlpack_keywords(ctx: Context) -> None:
+    tensor = put(ctx, numbers(3, 4))
+    blocks = ctx.from_numpy(numbers(2, 32), dtype="q8_0")
+    ctx.allocate("CPU")
+    tensor.__dlpack__(stream=None, max_version=(1, 0), dl_device=(1, 0), copy=False)
+    with pytest.raises(BufferError, match="shares no memory: it has to be copied"):
+        blocks.__dlpack__(copy=False)
+
+    class Copied:
+        def __dlpack__(self, **kwargs: Any) -> object:
+            return tensor.__dlpack__(copy=True)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return tensor.__dlpack_device__()
+
+    array = np.from_dlpack(Copied())
+    assert not np.shares_memory(array, tensor.numpy())
+    np.testing.assert_array_equal(array, numbers(3, 4))
+
+
+def test_dlpack_from_elsewhere(ctx: Context) -> None:
+    class OnGpu:
+        def __dlpack__(self, **kwargs: Any) -> object:
+            raise AssertionError("it is not asked for")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+    with pytest.raises(BufferError, match="source is on device 2, 0 of DLPack's, expected the CPU"):
+        ctx.from_dlpack(OnGpu())
+    with pytest.raises(ValueError, match="ggml has no type for NumPy's uint8"):
+        ctx.from_dlpack(np.zeros(3, np.uint8))
+
+
+@pytest.fixture
+def torch(need: Any) -> Any:
+    need(importlib.util.find_spec("torch"), "PyTorch")
+    return importlib.import_module("torch")
+
+
+TORCH_TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_dlpack_to_pytorch(ctx: Context, torch: Any, dtype: str) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    array = (numbers(3, 4) * 10).astype(kind)
+    tensor = put(ctx, array)
+    for layout in (np.s_[:], np.s_[1:], np.s_[:, ::2], np.s_[2], np.s_[1, 2], np.s_[3:]):
+        theirs = torch.from_dlpack(tensor[layout])
+        assert str(theirs.dtype) == f"torch.{dtype}"
+        wanted = np.asarray(array[layout], np.float64)
+        assert theirs.shape == wanted.shape
+        np.testing.assert_array_equal(theirs.to(torch.float64).numpy(), wanted)
+    theirs = torch.from_dlpack(tensor.T)
+    theirs[1, 2] = 77
+    assert tensor.numpy()[2, 1] == 77  # the memory is one
+    tensor.set(np.zeros((3, 4), kind))
+    assert not theirs.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_dlpack_from_pytorch(ctx: Context, torch: Any, dtype: str) -> None:
+    theirs = torch.arange(24).reshape(4, 6).to(getattr(torch, dtype))
+    for given in (theirs, theirs.t(), theirs[1:, ::2], theirs[2], theirs[1, 2], theirs[4:]):
+        tensor = ctx.from_dlpack(given)
+        ctx.allocate("CPU")
+        assert tensor.type == element_type(tensor.dtype)
+        assert str(tensor.dtype) == dtype and tensor.shape == tuple(given.shape)
+        wanted = given.to(torch.float64).numpy()
+        np.testing.assert_array_equal(tensor.numpy().astype(np.float64), wanted)
+
+
+@pytest.mark.slow
+def test_dlpack_with_pytorch_keeps_the_memory(ctx: Context, torch: Any) -> None:
+    tensor = put(ctx, numbers(3, 4))
+    theirs = torch.from_dlpack(tensor)[1]
+    del tensor
+    gc.collect()
+    with pytest.raises(BufferError):
+        ctx.close()
+    np.testing.assert_array_equal(theirs.numpy(), numbers(3, 4)[1])
+    del theirs
+    gc.collect()
+    ctx.close()
+
+
+@pytest.mark.slow
+def test_dlpack_with_pytorch_of_what_shares_no_memory(
+    ctx: Context, torch: Any, spread: Any
+) -> None:
+    tensor = put(ctx, numbers(3, 4), spread)
+    theirs = torch.from_dlpack(tensor)
+    theirs[0, 0] = 77
+    np.testing.assert_array_equal(tensor.numpy(), numbers(3, 4))
+    with pytest.raises(BufferError):
+        torch.from_dlpack(tensor, copy=False)
+    with pytest.raises((BufferError, RuntimeError)):
+        ctx.from_dlpack(torch.ones(3, requires_grad=True))
+    with pytest.raises((ValueError, BufferError, RuntimeError)):
+        ctx.from_dlpack(torch.ones(3, dtype=torch.complex64))

@@ -189,14 +189,17 @@ class Context(Owned[_Store]):
     def from_dlpack(self, source: Any, name: str | None = None) -> Tensor:
         """A tensor with the numbers of an array of another library, by the DLPack protocol.
 
-        It has them once it has memory, as with `from_numpy`. Raises TypeError for what does not
-        know the protocol, and BufferError for an array that is not in the CPU's memory.
+        It has them once it has memory, as with `from_numpy`; bfloat16 too. Raises TypeError for
+        what does not know the protocol, BufferError for an array that is not in the CPU's memory
+        and where the library refuses, and ValueError for numbers that ggml has no type for.
         """
+        from ._dlpack import take
+
         if not hasattr(source, "__dlpack__"):
             raise TypeError(
                 f"source is a {type(source).__name__}, expected an object with __dlpack__"
             )
-        return self.from_numpy(np.from_dlpack(source), name)
+        return self.from_numpy(take(source), name)
 
     def allocate(
         self,

@@ -247,8 +247,17 @@ class Tensor:
         return self.numpy().astype(dtype)
 
     def __dlpack__(self, **kwargs: Any) -> object:
-        """The numbers as a capsule of the DLPack protocol; shares memory where `numpy` does."""
-        return self.numpy().__dlpack__(**kwargs)
+        """The numbers as a capsule of the DLPack protocol; shares memory where `numpy` does.
+
+        Takes the protocol's keywords. Raises BufferError where the memory cannot be shared and
+        ``copy=False`` asks for it, and what `numpy` raises.
+        """
+        from ._dlpack import give
+
+        copy = kwargs.pop("copy", None)
+        if copy is False and not self.shares_memory and self.size:
+            raise BufferError(f"{self!r} shares no memory: it has to be copied")
+        return give(self.numpy(copy or None), **kwargs)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Where the numbers of the capsule are: in the CPU's memory."""
