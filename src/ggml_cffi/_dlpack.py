@@ -51,7 +51,8 @@ def take(source: Any) -> npt.NDArray[Any]:
     import ml_dtypes
 
     capsule = _relabel(source.__dlpack__(), _BFLOAT, _UINT)
-    return np.from_dlpack(_Taken(capsule)).view(ml_dtypes.bfloat16)
+    taken: Any = _Taken(capsule)
+    return np.from_dlpack(taken).view(ml_dtypes.bfloat16)
 
 
 class _Taken:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -178,6 +179,33 @@ class _Resource:
         _each(parent.drop for parent in self.parents)
 
 
+class Loans:
+    """Memory that others share meanwhile: how often; what it is of is freed after that only."""
+
+    __slots__ = ("_lock", "count")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the collector may end one while another begins
+        self.count = 0
+
+    def begin(self, keep: object) -> None:
+        """One more shares memory of `keep`; a resource stays for that long."""
+        with self._lock:
+            self.count += 1
+        if isinstance(keep, _Resource):
+            with _lock:
+                keep.users += 1
+
+    def end(self, keep: object, _: object = None) -> None:
+        """One less; raises nothing, for nobody could catch it."""
+        if sys.is_finalizing():
+            return
+        with self._lock:
+            self.count -= 1
+        if isinstance(keep, _Resource):
+            _collected(keep)
+
+
 def renew_after_fork(module: dict[str, Any], *locks: str) -> None:
     """Give a module, by its globals, new locks of these names in a forked child.
 
@@ -289,12 +317,28 @@ class Owned(Closing, Generic[_Handle]):
         """Free it, and before that all that depends on it. Closing twice is fine.
 
         Raises the first exception of those that freeing them raised; all are closed then, but for
-        what a computation uses: that is a ValueError, and it stays as it is.
+        what a computation uses: that is a ValueError, and it stays as it is. Where arrays share the
+        memory of one of them it is a BufferError, and all stay open.
         """
         self._close()
 
     def _close(self) -> None:
+        for one in self._dependents():
+            one._check_unshared()
         _each([*(child._close for child in list(self._children)), self._drop])
+
+    def _check_unshared(self) -> None:
+        """Raise BufferError where others share its memory, and it must stay open for that."""
+
+    def _dependents(self) -> list[Owned[Any]]:
+        """All that closing it closes, and itself."""
+        found: list[Owned[Any]] = [self]
+        seen = {id(self)}
+        for one in found:
+            more = [child for child in list(one._children) if id(child) not in seen]
+            seen.update(map(id, more))
+            found += more
+        return found
 
     def _drop(self) -> None:
         if self._finalizer.detach() is not None:  # by one thread only

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _runtime, capi
-from ._handles import Owned, address
+from ._handles import Loans, Owned, address
 from ._loader import Room, leaves, lib
 from ._memory import raises_memory_error
 from ._placement import check_weights, reorders
@@ -124,7 +124,7 @@ class Context(Owned[_Store]):
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
-        self._lent = 0  # views of our memory that others hold
+        self._lent = Loans()  # views of our memory that others hold
 
     def tensor(
         self, shape: int | Sequence[int], dtype: object = "f32", name: str | None = None
@@ -265,14 +265,21 @@ class Context(Owned[_Store]):
     def close(self) -> None:
         """Free it, and before that what was compiled from it. Closing twice is fine.
 
-        Raises BufferError, and stays open, while arrays share its memory.
+        Raises BufferError, and stays open, while arrays share its memory or that of a context which
+        needs this one.
         """
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
-            if self._lent and not self.closed:
-                raise BufferError(
-                    f"{self._lent} arrays share the memory of the Context's tensors: it stays open"
-                )
-            self._close()
+            super()._close()
+
+    def _check_unshared(self) -> None:
+        if self._lent.count and not self.closed:
+            raise BufferError(
+                f"{self._lent.count} arrays share the memory of the Context's tensors: it stays "
+                "open"
+            )
 
     def _room(self) -> types.ggml_context:
         """Where an operation makes its results. Raises where it is closed, and after a fork."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from . import capi
 from ._copies import copy, graph_of
-from ._handles import Owned, address, in_use
+from ._handles import Loans, Owned, address, in_use
 from ._loader import ffi, lib
 from ._memory import raises_memory_error
 from ._placement import check_uses
@@ -287,7 +287,8 @@ class Compiled(Owned[_Store]):
             needed = (*needed, target)
         super().__init__(store, _Store.free, needed)
         self._lock = threading.RLock()
-        self._lent = 0
+        self._lent = Loans()
+        self._running = False
         self._single = graph._single
         self._kept = set(keep)
         self._written: set[str] = set()
@@ -436,10 +437,26 @@ class Compiled(Owned[_Store]):
         """
         self.handle  # noqa: B018 # raises where it is closed
         with self._memory.lock, self._lock:
+            self.handle  # noqa: B018 # nobody has closed it meanwhile
             self._allocate()
             self._write(inputs)
-            self._memory.compute(self)
+            self._running = True
+            try:
+                self._memory.compute(self)
+            finally:
+                self._running = False
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
+
+    def _close(self) -> None:
+        # to wait would be for ever in what is called from the run, on whatever thread
+        free = self._lock.acquire(blocking=False)
+        try:
+            if (not free or self._running) and not self.closed:
+                raise ValueError(f"{self!r} is being run, and stays open")
+            super()._close()
+        finally:
+            if free:
+                self._lock.release()
 
     def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
         """Compute with these inputs; the output, or a tuple of all.

@@ -356,11 +356,6 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     return numbers.reshape(wanted)
 
 
-def _give_back(context: Context, _: object) -> None:
-    with context._lock:
-        context._lent -= 1
-
-
 _Layout = tuple[Any, "np.dtype[Any]", tuple[int, ...], tuple[int, ...], int]
 """Of a tensor that shares memory: pointer, dtype, shape, strides and bytes."""
 
@@ -391,8 +386,12 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         _, dtype, shape, strides, nbytes = layout
         if not nbytes or 0 in shape:
             return np.empty(shape, dtype)
-        lease = ffi.gc(data, functools.partial(_give_back, context))
-        context._lent += 1
+        lent = context._lent
+        # of what owns the memory, not the object that stands for that: a circle that goes through
+        # an array is one that Python's collector cannot see
+        keep = getattr(context, "_resource", context)
+        lease = ffi.gc(data, functools.partial(lent.end, keep))
+        lent.begin(keep)
         array: npt.NDArray[Any] = np.ndarray(shape, dtype, ffi.buffer(lease, nbytes), 0, strides)
         return array
 

@@ -138,6 +138,10 @@ class Shared:
         return device("CPU")
 
     @functools.cached_property
+    def backend(self) -> Backend:
+        return Backend(self.device, 1)
+
+    @functools.cached_property
     def meta(self) -> MetaDevice:
         return MetaDevice(["CPU", "CPU"], split, on_error="raise")
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import capi
-from .._handles import address
+from .._handles import Loans, address
 from .._loader import ffi, lib
 from .._memory import raises_memory_error
 from ..capi import types
@@ -65,7 +65,7 @@ class Engine:
         self.first_step = steps
         self.broken = self.undone = False
         self._lock = threading.RLock()
-        self._lent = 0
+        self._lent = Loans()
         self._made = contextlib.ExitStack()
         self._end = weakref.finalize(self, self._made.close)  # an interrupt may come at any time
         self._end.atexit = False

@@ -1,0 +1,352 @@
+"""Objects that need each other: closed in every order, forgotten in any, shared by threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from _release import has
+
+from ggml_cffi import (
+    Backend,
+    Buffer,
+    Compiled,
+    Context,
+    GGUFFile,
+    GGUFWriter,
+    Graph,
+    MetaDevice,
+    MultiBuffer,
+    Scheduler,
+    SplitState,
+    capi,
+    device,
+    diagnostics,
+    ops,
+)
+from ggml_cffi._handles import Closing
+
+CPU = device("CPU")
+W = np.arange(12, dtype=np.float32).reshape(3, 4)
+X = np.ones((2, 4), np.float32)
+
+#: What each needs: closing that closes it.
+NEEDS = {
+    "weights": (),
+    "sums": ("weights",),
+    "backend": (),
+    "scheduler": ("backend",),
+    "on device": ("sums",),
+    "on backend": ("sums", "backend"),
+    "on scheduler": ("sums", "scheduler"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    gc.collect()
+    before = diagnostics.live_handles()
+    yield
+    gc.collect()
+    assert diagnostics.live_handles() == before
+    assert not any(diagnostics.leaked_handles().values())
+
+
+def a_family() -> dict[str, Any]:
+    """Contexts of which one needs the other, and what is compiled from them."""
+    weights, sums = Context(), Context()
+    w = weights.from_numpy(W, name="w")
+    b = sums.from_numpy(np.float32([1, 2, 3]), name="b")
+    weights.allocate(CPU)
+    sums.allocate(CPU)
+    y = ops.mul_mat(w, weights.input((2, 4), name="x")) + b
+    assert y.context is sums or y.context is weights
+    backend = Backend(CPU, 1)
+    scheduler = Scheduler([backend])
+    made = {
+        "weights": w.context if y.context is sums else sums,
+        "sums": y.context,
+        "backend": backend,
+        "scheduler": scheduler,
+        "on device": Graph(y).compile(CPU, n_threads=1),
+        "on backend": Graph(y).compile(backend),
+        "on scheduler": Graph(y).compile(scheduler),
+    }
+    for name in NEEDS:
+        if name.startswith("on "):
+            np.testing.assert_array_equal(made[name](x=X), X @ W.T + [1, 2, 3])
+    return made
+
+
+def needing(name: str) -> set[str]:
+    """It and all that cannot be without it."""
+    found = {name}
+    while more := {one for one, needs in NEEDS.items() if found & set(needs)} - found:
+        found |= more
+    return found
+
+
+def test_closing_closes_what_needs_it() -> None:
+    for name in NEEDS:
+        made = a_family()
+        made[name].close()
+        assert {one for one, thing in made.items() if thing.closed} == needing(name), name
+        for thing in made.values():
+            if isinstance(thing, Compiled) and not thing.closed:
+                np.testing.assert_array_equal(thing(x=X), X @ W.T + [1, 2, 3])
+            thing.close()
+            thing.close()  # twice is fine
+
+
+@pytest.mark.parametrize("first", NEEDS)
+def test_closing_in_every_order(first: str) -> None:
+    """All orders of the others behind each; with what is still open one can compute."""
+    others = [name for name in NEEDS if name != first]
+    for order in list(itertools.permutations(others))[::17]:
+        made = a_family()
+        gone: set[str] = set()
+        for name in (first, *order):
+            made[name].close()
+            gone |= needing(name)
+            assert {one for one, thing in made.items() if thing.closed} == gone
+            for one in {"on device", "on scheduler"} - gone:
+                assert made[one](x=X).shape == (2, 3)
+
+
+def test_forgetting_in_every_order() -> None:
+    for order in list(itertools.permutations(NEEDS))[::211]:
+        made = a_family()
+        for name in order:
+            del made[name]
+            for one in made.values():  # what is left is whole
+                if isinstance(one, Compiled):
+                    assert one(x=X).shape == (2, 3)
+
+
+# ---- arrays that share memory
+
+
+def test_an_array_outlives_the_object() -> None:
+    ctx = Context()
+    w = ctx.from_numpy(W, name="w")
+    ctx.allocate(CPU)
+    array, part = w.numpy(), np.from_dlpack(w[1:])
+    del ctx, w
+    gc.collect()
+    np.testing.assert_array_equal(array, W)
+    del array
+    gc.collect()
+    np.testing.assert_array_equal(part, W[1:])
+    assert diagnostics.live_handles()["ggml_backend_buffer"] == 1
+    del part
+    assert diagnostics.live_handles()["ggml_backend_buffer"] == 0
+
+
+def test_a_circle_through_an_array_is_collected() -> None:
+    """The collector sees no circle that goes through an array of NumPy's."""
+    ctx: Any = Context()
+    w = ctx.from_numpy(W, name="w")
+    ctx.allocate(CPU)
+    ctx.circle = w.numpy(), w
+    del ctx, w
+    gc.collect()
+    assert diagnostics.live_handles()["ggml_context"] == 0
+
+
+def test_memory_of_what_needs_a_context_keeps_that_open() -> None:
+    """Closing the one would free the memory of the other under the array."""
+    made = a_family()
+    needed, needs = made["weights"], made["sums"]
+    leaf = needs.from_numpy(W, name="leaf")
+    needs.allocate(CPU)
+    array = leaf.numpy()
+    for one in (needed, needs):
+        with pytest.raises(BufferError, match="1 arrays share the memory of the Context's tensors"):
+            one.close()
+        assert not any(thing.closed for thing in made.values())  # nothing is half done
+    np.testing.assert_array_equal(array, W)
+    del array
+    needed.close()
+    assert needs.closed
+
+
+# ---- entering what is closed
+
+
+def one_of_each(folder: Path) -> dict[str, Any]:
+    with GGUFWriter(folder / "f.gguf") as writer:
+        writer.add_tensor("w", W)
+    made = a_family()
+    handle = capi.ggml_backend_alloc_buffer(made["backend"].handle, 64)
+    other = capi.ggml_backend_alloc_buffer(made["backend"].handle, 64)
+    found = {  # what needs others comes before them
+        "Compiled": made["on scheduler"],
+        "Scheduler": made["scheduler"],
+        "Context": made["weights"],
+        "Backend": made["backend"],
+        "Buffer": Buffer(handle),
+        "MultiBuffer": MultiBuffer([other]),
+        "GGUFFile": GGUFFile(folder / "f.gguf"),
+        "GGUFWriter": GGUFWriter(folder / "g.gguf"),
+    }
+    if has("ggml_backend_meta_device"):
+        found["MetaDevice"] = MetaDevice(["CPU"], lambda info, n: SplitState.mirrored())
+    return found
+
+
+def test_what_is_closed_cannot_be_entered(tmp_path: Path) -> None:
+    for name, thing in one_of_each(tmp_path).items():
+        assert isinstance(thing, Closing) and not thing.closed
+        with thing as entered:
+            assert entered is thing
+        assert thing.closed and repr(thing).startswith(f"<{name} "), name
+        assert "closed" in repr(thing)
+        with pytest.raises(ValueError, match=f"the {name} is closed"), thing:
+            raise AssertionError("it was entered")
+        thing.close()
+
+
+# ---- threads
+
+
+def at_once(steps: list[Any], seconds: float = 1.0) -> None:
+    """Each step again and again on a thread of its own; raises the first exception."""
+    errors: list[BaseException] = []
+    stop = threading.Event()
+    counts = [0] * len(steps)
+
+    def run(number: int) -> None:
+        try:
+            while not stop.is_set():
+                steps[number](counts[number])
+                counts[number] += 1
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    stop.wait(seconds)
+    while min(counts) < 3 and not errors and any(t.is_alive() for t in threads):
+        stop.wait(0.01)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread waits for ever"
+    if errors:
+        raise errors[0]
+
+
+def test_eight_threads_on_one_context() -> None:
+    """They build, allocate, compile, run, read, write and draw."""
+    with Context() as ctx, Backend(CPU, 2) as backend, Scheduler([backend]) as scheduler:
+        w = ctx.from_numpy(W, name="w")
+        ctx.allocate(CPU)
+        shared = Graph(ops.mul_mat(w, ctx.input((2, 4), name="x"))).compile(backend)
+
+        def build(turn: int) -> None:
+            t = w
+            for i in range(20):
+                t = ops.scale(t, 2.0) if i % 2 else t + w
+            assert t.shape == (3, 4)
+
+        def compile_and_run(target: Any) -> Any:
+            def step(turn: int) -> None:
+                x = ctx.input((2, 4), name="x")
+                given = np.full((2, 4), turn, np.float32)
+                with Graph(ops.mul_mat(w, x) + turn).compile(target) as made:
+                    np.testing.assert_array_equal(made(x=given), given @ W.T + turn)
+
+            return step
+
+        def run(turn: int) -> None:
+            given = np.full((2, 4), turn % 100, np.float32)
+            np.testing.assert_array_equal(shared(x=given), given @ W.T)
+
+        def fill(turn: int) -> None:
+            mine = ctx.from_numpy(np.full(3, turn, np.float32), name=f"mine {turn}")
+            ctx.allocate(CPU)
+            np.testing.assert_array_equal(mine.numpy(), np.full(3, turn))
+            mine.set(mine.numpy() + 1)
+            assert mine.numpy()[0] == turn + 1
+
+        def look(turn: int) -> None:
+            view = w.numpy()
+            assert view[2, 3] == 11 and w[1].numpy()[0] == 4
+            assert "digraph" in Graph(ops.sqr(w)).to_dot()
+
+        at_once(
+            [build, build, compile_and_run(backend), compile_and_run(scheduler),
+             compile_and_run(CPU), run, fill, look]
+        )  # fmt: skip
+
+
+def test_closing_what_other_threads_use() -> None:
+    """They see that it is closed, or finish before; nothing worse."""
+    for _ in range(20):
+        with Backend(CPU, 1) as backend:
+            ctx = Context()
+            w = ctx.from_numpy(W, name="w")
+            ctx.allocate(CPU)
+            made = Graph(ops.mul_mat(w, ctx.input((2, 4), name="x"))).compile(backend)
+            begun, errors = threading.Barrier(5), []
+
+            def use(made: Any = made, w: Any = w, begun: Any = begun, errors: Any = errors) -> None:
+                begun.wait(30)
+                try:
+                    for _ in range(10_000):
+                        np.testing.assert_array_equal(made(x=X), X @ W.T)
+                        ops.sqr(w)
+                except ValueError as error:
+                    errors.append(str(error))
+                except BaseException as error:
+                    errors.append(repr(error))
+
+            threads = [threading.Thread(target=use) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            begun.wait(30)
+            while not made.closed:
+                with contextlib.suppress(ValueError):  # it is being run
+                    made.close()
+            while not ctx.closed:
+                with contextlib.suppress(BufferError):
+                    ctx.close()
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive()
+            assert len(errors) == 4 and all("is closed" in text for text in errors), errors
+
+
+def test_what_is_being_run_stays_open() -> None:
+    """Closed from within a run, on its thread or on another, it would go on with what is gone."""
+    ctx, told = Context(), []
+    x = ctx.input((2, 4), name="x")
+
+    def close(result: Any, a: Any) -> None:
+        result[...] = a
+        for one in (made, ctx):
+            with pytest.raises(ValueError, match="is being run, and stays open") as caught:
+                one.close()
+            told.append(str(caught.value))
+        other = threading.Thread(target=close_elsewhere)
+        other.start()
+        other.join(60)
+
+    def close_elsewhere() -> None:
+        with pytest.raises(ValueError, match="is being run, and stays open"):
+            made.close()
+        told.append("elsewhere")
+
+    made = Graph(ops.custom(close, x)).compile(CPU, n_threads=1)
+    np.testing.assert_array_equal(made(x=X), X)
+    assert len(told) == 3 and not made.closed
+    made.close()
+    ctx.close()
