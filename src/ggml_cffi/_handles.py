@@ -180,30 +180,34 @@ class _Resource:
 
 
 class Loans:
-    """Memory that others share meanwhile: how often; what it is of is freed after that only."""
+    """Memory of a resource that others share meanwhile: it is freed after that only."""
 
-    __slots__ = ("_lock", "count")
+    __slots__ = ("_resource", "count")
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # the collector may end one while another begins
+    def __init__(self, resource: _Resource | None = None) -> None:
+        self._resource = resource
         self.count = 0
 
-    def begin(self, keep: object) -> None:
-        """One more shares memory of `keep`; a resource stays for that long."""
-        with self._lock:
+    def begin(self) -> None:
+        """One more shares it."""
+        with _lock:
             self.count += 1
-        if isinstance(keep, _Resource):
-            with _lock:
-                keep.users += 1
+            if self._resource is not None:
+                self._resource.users += 1
 
-    def end(self, keep: object, _: object = None) -> None:
+    def end(self, _: object = None) -> None:
         """One less; raises nothing, for nobody could catch it."""
         if sys.is_finalizing():
             return
-        with self._lock:
+        resource = self._resource
+        with _lock:
             self.count -= 1
-        if isinstance(keep, _Resource):
-            _collected(keep)
+            if resource is None:
+                return
+            if resource.users > 1:
+                resource.users -= 1
+                return
+        _collected(resource)
 
 
 def renew_after_fork(module: dict[str, Any], *locks: str) -> None:

@@ -124,7 +124,7 @@ class Context(Owned[_Store]):
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
-        self._lent = Loans()  # views of our memory that others hold
+        self._lent = Loans(self._resource)  # views of our memory that others hold
 
     def tensor(
         self, shape: int | Sequence[int], dtype: object = "f32", name: str | None = None

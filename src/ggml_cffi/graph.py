@@ -287,7 +287,7 @@ class Compiled(Owned[_Store]):
             needed = (*needed, target)
         super().__init__(store, _Store.free, needed)
         self._lock = threading.RLock()
-        self._lent = Loans()
+        self._lent = Loans(self._resource)
         self._running = False
         self._single = graph._single
         self._kept = set(keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -386,12 +385,10 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         _, dtype, shape, strides, nbytes = layout
         if not nbytes or 0 in shape:
             return np.empty(shape, dtype)
-        lent = context._lent
-        # of what owns the memory, not the object that stands for that: a circle that goes through
-        # an array is one that Python's collector cannot see
-        keep = getattr(context, "_resource", context)
-        lease = ffi.gc(data, functools.partial(lent.end, keep))
-        lent.begin(keep)
+        # it refers to what owns the memory, not to the object that stands for that: a circle that
+        # goes through an array is one that Python's collector cannot see
+        lease = ffi.gc(data, context._lent.end)
+        context._lent.begin()
         array: npt.NDArray[Any] = np.ndarray(shape, dtype, ffi.buffer(lease, nbytes), 0, strides)
         return array
 
