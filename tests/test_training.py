@@ -611,12 +611,18 @@ def test_targets_give_the_same_weights() -> None:
 
 @needs_meta
 def test_a_meta_device_is_refused(ctx: Context) -> None:
+    """As a target, and with weights in its memory."""
     network = Network(ctx)
-    with (
-        MetaDevice(["CPU"], lambda info, n: SplitState.mirrored()) as meta,
-        pytest.raises(NotSupportedError, match="cannot train on a meta device"),
-    ):
-        trainer(network, target=meta)
+    with MetaDevice(["CPU"], lambda info, n: SplitState.mirrored()) as meta, Context() as other:
+        with pytest.raises(NotSupportedError, match="cannot train on a meta device"):
+            trainer(network, target=meta)
+        with meta.init_backend(1) as backend, pytest.raises(NotSupportedError, match="meta device"):
+            trainer(network, target=backend)
+        w = other.from_numpy(np.ones((3, N_IN), np.float32), name="w")
+        x = other.input((BATCH, N_IN), name="x")
+        other.allocate(meta)
+        with pytest.raises(NotSupportedError, match=r"'w'.* cannot train on a meta device"):
+            Trainer(x, x @ w.T)
 
 
 def test_threads_take_turns(ctx: Context) -> None:

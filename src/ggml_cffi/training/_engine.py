@@ -21,24 +21,13 @@ from ..errors import AbortError, NotSupportedError, StatusMemoryError
 from ..graph import Graph
 from ..scheduler import Scheduler
 from ..tensor import Tensor
-from ._losses import Loss
-from ._optimizers import Optimizer
+from ._model import Model
 from ._target import computing
 
 GRAPH_SIZE: int = capi.GGML_DEFAULT_GRAPH_SIZE
 """Nodes that ggml makes its graphs for: results, gradients and steps together."""
 
 _STEPS = ggml_op.GGML_OP_OPT_STEP_ADAMW, ggml_op.GGML_OP_OPT_STEP_SGD
-
-
-class Model(NamedTuple):
-    """What is trained, and how."""
-
-    inputs: Tensor
-    outputs: Tensor
-    parameters: tuple[Tensor, ...]
-    loss: Loss
-    optimizer: Optimizer
 
 
 class Moments(NamedTuple):
