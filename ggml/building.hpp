@@ -1,9 +1,12 @@
 // Tensor objects made in C++: what the operations of `ops` and Context.tensor do for operands and
 // shapes that need no second look. Everything else they leave to Python, which says what is wrong.
 
+#include <structmember.h>
+
 #include <cfloat>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 namespace ggml_cffi {
@@ -147,79 +150,127 @@ static PyTypeObject * room_type = nullptr;
 
 // ---- Python's Tensor
 
-enum { slot_handle, slot_context, slot_ndim, slot_room, n_slots };
+// What tensor.py's Tensor is derived from: its attributes where C++ has them at hand.
+struct tensor_base {
+    PyObject_HEAD
+    PyObject * handle;
+    PyObject * context;
+    PyObject * room; // the context's lock
+    Py_ssize_t ndim;
+};
 
-// The class, its slots, and the ctype of its handles: tensor.py says them once.
+static int tensor_traverse(PyObject * self, visitproc visit, void * arg) {
+    auto * t = (tensor_base *) self;
+    Py_VISIT(Py_TYPE(self)); // a class made at run time: since Python 3.9 its own tp_traverse does
+    Py_VISIT(t->handle);
+    Py_VISIT(t->context);
+    Py_VISIT(t->room);
+    return 0;
+}
+
+static int tensor_clear(PyObject * self) {
+    auto * t = (tensor_base *) self;
+    Py_CLEAR(t->handle);
+    Py_CLEAR(t->context);
+    Py_CLEAR(t->room);
+    return 0;
+}
+
+static void tensor_dealloc(PyObject * self) {
+    PyTypeObject * type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    tensor_clear(self);
+    ((freefunc) PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef tensor_members[] = {
+    { "_handle", T_OBJECT_EX, offsetof(tensor_base, handle), 0, nullptr },
+    { "_context", T_OBJECT_EX, offsetof(tensor_base, context), 0, nullptr },
+    { "_room", T_OBJECT_EX, offsetof(tensor_base, room), 0, nullptr },
+    { "_ndim", T_PYSSIZET, offsetof(tensor_base, ndim), 0, nullptr },
+    { nullptr, 0, 0, 0, nullptr },
+};
+static PyType_Slot tensor_slots[] = {
+    { Py_tp_traverse, (void *) tensor_traverse },
+    { Py_tp_clear, (void *) tensor_clear },
+    { Py_tp_dealloc, (void *) tensor_dealloc },
+    { Py_tp_members, tensor_members },
+    { 0, nullptr },
+};
+static PyType_Spec tensor_spec = { "ggml_cffi._gen._ggml.TensorBase", sizeof(tensor_base), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, tensor_slots };
+static PyTypeObject * tensor_base_type = nullptr;
+
+// The class, and the ctype of its handles: tensor.py says them once.
 static struct {
     PyTypeObject *            type;
-    PyObject *                slots[n_slots];
-    descrgetfunc              get;
-    descrsetfunc              set;
     struct _cffi_ctypedescr * pointer;
     PyObject *                null; // as a handle
 } tensors;
 
 static PyObject * set_tensor_class(PyObject *, PyObject * arguments) {
-    PyObject * type, *pointer, *null, *slots[n_slots];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOO", &type, &slots[slot_handle], &slots[slot_context], &slots[slot_ndim],
-                          &slots[slot_room], &pointer, &null)) {
+    PyObject * type, *pointer, *null;
+    if (!PyArg_ParseTuple(arguments, "O!OO", &PyType_Type, &type, &pointer, &null)) {
         return nullptr;
     }
-    for (int i = 0; i < n_slots; ++i) {
-        Py_INCREF(slots[i]);
-        tensors.slots[i] = slots[i];
+    if (!PyType_IsSubtype((PyTypeObject *) type, tensor_base_type)) {
+        PyErr_SetString(PyExc_TypeError, "no class derived from TensorBase");
+        return nullptr;
     }
     Py_INCREF(type);
     Py_INCREF(pointer);
     Py_INCREF(null);
-    tensors.null = null;
-    tensors.get = (descrgetfunc) PyType_GetSlot(Py_TYPE(slots[0]), Py_tp_descr_get);
-    tensors.set = (descrsetfunc) PyType_GetSlot(Py_TYPE(slots[0]), Py_tp_descr_set);
     tensors.pointer = (struct _cffi_ctypedescr *) pointer;
+    tensors.null = null;
     tensors.type = (PyTypeObject *) type;
     Py_RETURN_NONE;
 }
 
-static PyObject * get_slot(PyObject * tensor, int slot) {
-    return tensors.get(tensors.slots[slot], tensor, (PyObject *) tensors.type);
-}
-
-static PyObject * new_tensor(PyObject * handle, PyObject * context, PyObject * room, long ndim) {
-    PyObject * number = PyLong_FromLong(ndim);
-    PyObject * made = number ? PyType_GenericAlloc(tensors.type, 0) : nullptr;
-    if (made && (tensors.set(tensors.slots[slot_handle], made, handle) ||
-                 tensors.set(tensors.slots[slot_context], made, context) ||
-                 tensors.set(tensors.slots[slot_room], made, room) ||
-                 tensors.set(tensors.slots[slot_ndim], made, number))) {
-        Py_CLEAR(made);
+static PyObject * new_tensor(PyObject * handle, PyObject * context, PyObject * room, Py_ssize_t ndim) {
+    auto * made = (tensor_base *) PyType_GenericAlloc(tensors.type, 0);
+    if (made) {
+        Py_INCREF(handle);
+        Py_INCREF(context);
+        Py_INCREF(room);
+        made->handle = handle;
+        made->context = context;
+        made->room = room;
+        made->ndim = ndim;
     }
-    Py_XDECREF(number);
-    return made;
+    return (PyObject *) made;
 }
 
 // ---- operations
 
 constexpr int max_arguments = 24;
 
-// A function of capi's that makes a tensor, and what Python does where this one cannot.
+// A function of capi's that makes a tensor, and the function of Python's that it stands in for.
 struct operation {
     PyObject_HEAD
-    PyObject *   function;
-    PyCFunction  code;
-    PyObject *   code_self;
-    PyObject *   slow;   // (ctx, *arguments): the same in Python
-    PyObject *   failed; // (why, *arguments): raises, for a call that has failed
-    int          n;
-    char         kinds[max_arguments]; // t tensor, n tensor or None, i integer, f float, b bool
-    int          axes;                 // of the result; -1: as many as it takes, and as the operands have
+    PyObject *  function;
+    PyCFunction code;
+    PyObject *  code_self;
+    PyObject *  python;   // the same in Python, called where this one cannot
+    PyObject *  failed;   // (why, *arguments): raises, for a call that has failed
+    PyObject *  names;    // of the parameters, `ctx` last
+    PyObject *  defaults; // by name
+    int         n;        // parameters but `ctx`
+    int         n_positional;
+    char        kinds[max_arguments]; // t tensor, n tensor or None, i integer, f float, b bool
+    int         axes;                 // of the result; -1: as many as it takes, and as the operands have
+    PyObject *  default_of[max_arguments + 1]; // borrowed; null where there is none
+    PyMethodDef definition;                    // with a name and a text that are never freed
 };
 
 static void operation_dealloc(PyObject * self) {
     auto *         o = (operation *) self;
     PyTypeObject * type = Py_TYPE(self);
     Py_XDECREF(o->function);
-    Py_XDECREF(o->slow);
+    Py_XDECREF(o->python);
     Py_XDECREF(o->failed);
+    Py_XDECREF(o->names);
+    Py_XDECREF(o->defaults);
     ((freefunc) PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -233,15 +284,11 @@ static PyType_Spec operation_spec = {
 };
 static PyTypeObject * operation_type = nullptr;
 
-// What is known of the operands of one call: new references.
+// What is known of the operands of one call; they have these.
 struct operands {
     PyObject * room = nullptr; // the same for all of them
     PyObject * context = nullptr;
-    long       ndim = 0; // the largest
-    ~operands() {
-        Py_XDECREF(room);
-        Py_XDECREF(context);
-    }
+    Py_ssize_t ndim = 0; // the largest
 };
 
 // A number in the range of a float, as far as it can be told at a glance.
@@ -268,23 +315,15 @@ static PyObject * as_given(char kind, PyObject * value, operands & found) {
     if ((kind != 't' && kind != 'n') || Py_TYPE(value) != tensors.type) {
         return nullptr;
     }
-    PyObject * room = get_slot(value, slot_room);
-    if (!found.room) {
-        found.room = room;
-        found.context = get_slot(value, slot_context);
-    } else {
-        Py_XDECREF(room); // the tensor has it
-    }
-    if (!room || room != found.room || !found.context) {
+    auto * t = (tensor_base *) value;
+    if (!t->handle || !t->context || !t->room || (found.room && t->room != found.room)) {
         return nullptr;
     }
-    PyObject * ndim = get_slot(value, slot_ndim);
-    if (!ndim) {
-        return nullptr;
-    }
-    found.ndim = std::max(found.ndim, PyLong_AsLong(ndim));
-    Py_DECREF(ndim);
-    return get_slot(value, slot_handle);
+    found.room = t->room;
+    found.context = t->context;
+    found.ndim = std::max(found.ndim, t->ndim);
+    Py_INCREF(t->handle);
+    return t->handle;
 }
 
 // Call `code` with the arena before `given`, which it takes. Null without an exception: no room.
@@ -301,84 +340,136 @@ static PyObject * call_in(room * r, int kind, PyCFunction code, PyObject * self,
     return handle;
 }
 
-// (ctx, *arguments) of an operation.
-static PyObject * operate(PyObject * self, PyObject * const * arguments, Py_ssize_t n) {
+// What each parameter is given: borrowed references, `ctx` last. False, without an exception, where
+// the call is not one that the signature allows.
+static bool bind(const operation * o, PyObject * const * arguments, Py_ssize_t n, PyObject * keywords,
+                 PyObject ** values) {
+    if (n > o->n_positional) {
+        return false;
+    }
+    std::copy(arguments, arguments + n, values);
+    std::fill(values + n, values + o->n + 1, nullptr);
+    const Py_ssize_t n_keywords = keywords ? PyTuple_Size(keywords) : 0;
+    for (Py_ssize_t k = 0; k < n_keywords; ++k) {
+        PyObject * const name = PyTuple_GetItem(keywords, k);
+        int              i = o->n;
+        while (i >= 0 && PyTuple_GetItem(o->names, i) != name) { // both are interned
+            --i;
+        }
+        if (i < 0 || values[i]) {
+            return false;
+        }
+        values[i] = arguments[n + k];
+    }
+    for (int i = 0; i <= o->n; ++i) {
+        values[i] = values[i] ? values[i] : o->default_of[i];
+        if (!values[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static PyObject * call_python(const operation * o, PyObject * const * arguments, Py_ssize_t n, PyObject * keywords) {
+    const Py_ssize_t n_keywords = keywords ? PyTuple_Size(keywords) : 0;
+    PyObject *       given = PyTuple_New(n);
+    PyObject *       named = n_keywords ? PyDict_New() : nullptr;
+    bool             complete = given && (named || !n_keywords);
+    for (Py_ssize_t i = 0; given && i < n; ++i) {
+        Py_INCREF(arguments[i]);
+        PyTuple_SetItem(given, i, arguments[i]);
+    }
+    for (Py_ssize_t k = 0; complete && k < n_keywords; ++k) {
+        complete = PyDict_SetItem(named, PyTuple_GetItem(keywords, k), arguments[n + k]) == 0;
+    }
+    PyObject * made = complete ? PyObject_Call(o->python, given, named) : nullptr;
+    Py_XDECREF(given);
+    Py_XDECREF(named);
+    return made;
+}
+
+// Raise what `failed` makes of the Failed that is on its way.
+static void tell_failed(const operation * o, PyObject * const * values) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject * why = value ? PyObject_GetAttrString(value, "args") : nullptr;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    PyObject * told = why ? PyTuple_New(o->n + 1) : nullptr;
+    if (!told) {
+        Py_XDECREF(why);
+        return;
+    }
+    PyTuple_SetItem(told, 0, why);
+    for (int i = 0; i < o->n; ++i) {
+        Py_INCREF(values[i]);
+        PyTuple_SetItem(told, i + 1, values[i]);
+    }
+    Py_XDECREF(PyObject_CallObject(o->failed, told)); // it raises
+    Py_DECREF(told);
+}
+
+static PyObject * operate(PyObject * self, PyObject * const * arguments, Py_ssize_t n, PyObject * keywords) {
     auto *     o = (operation *) self;
     operands   found;
+    PyObject * values[max_arguments + 1];
     PyObject * handle = nullptr;
-    PyObject * given = nullptr;
-    if (n == o->n + 1 && arguments[0] == Py_None && tensors.type && (given = PyTuple_New(n))) {
-        bool plain = true;
-        for (Py_ssize_t i = 1; plain && i < n; ++i) {
-            PyObject * one = as_given(o->kinds[i - 1], arguments[i], found);
-            plain = one && PyTuple_SetItem(given, i, one) == 0;
+    if (tensors.type && bind(o, arguments, n, keywords, values) && values[o->n] == Py_None) {
+        PyObject * given = PyTuple_New(o->n + 1);
+        bool       plain = given;
+        for (int i = 0; plain && i < o->n; ++i) {
+            PyObject * one = as_given(o->kinds[i], values[i], found);
+            plain = one && PyTuple_SetItem(given, i + 1, one) == 0;
         }
         if (plain && found.room && Py_TYPE(found.room) == room_type) {
             handle = call_in((room *) found.room, as_result, o->code, o->code_self, given);
         }
-        Py_DECREF(given);
+        Py_XDECREF(given);
     }
     if (handle) {
-        long ndim = o->axes;
+        Py_ssize_t ndim = o->axes;
         if (ndim < 0) {
             const auto * made = (const struct ggml_tensor *) _cffi_to_c_pointer(handle, tensors.pointer);
-            ndim = made ? std::max(found.ndim, (long) ggml_cffi_n_axes(made)) : -1;
+            ndim = made ? std::max(found.ndim, (Py_ssize_t) ggml_cffi_n_axes(made)) : -1;
         }
         PyObject * tensor = ndim < 0 ? nullptr : new_tensor(handle, found.context, found.room, ndim);
         Py_DECREF(handle);
         return tensor;
     }
-    PyObject * type = PyErr_Occurred();
-    if (type == failed_class) {
-        PyObject *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        PyErr_NormalizeException(&type, &value, &trace);
-        PyObject * why = value ? PyObject_GetAttrString(value, "args") : nullptr;
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(trace);
-        PyObject * told = why ? PyTuple_New(n) : nullptr;
-        if (told) {
-            PyTuple_SetItem(told, 0, why);
-            for (Py_ssize_t i = 1; i < n; ++i) {
-                Py_INCREF(arguments[i]);
-                PyTuple_SetItem(told, i, arguments[i]);
-            }
-            PyObject * nothing = PyObject_CallObject(o->failed, told);
-            Py_DECREF(told);
-            Py_XDECREF(nothing); // it raises
-        } else {
-            Py_XDECREF(why);
+    if (PyObject * type = PyErr_Occurred()) {
+        if (type == failed_class) {
+            tell_failed(o, values);
+            return nullptr;
         }
-        return nullptr;
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_OverflowError) &&
+            !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return nullptr; // an interrupt, no memory
+        }
+        PyErr_Clear();
     }
-    if (type && !PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_OverflowError) &&
-        !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        return nullptr; // an interrupt, no memory
-    }
-    PyErr_Clear();
-    PyObject * all = PyTuple_New(n);
-    for (Py_ssize_t i = 0; all && i < n; ++i) {
-        Py_INCREF(arguments[i]);
-        PyTuple_SetItem(all, i, arguments[i]);
-    }
-    PyObject * tensor = all ? PyObject_CallObject(o->slow, all) : nullptr;
-    Py_XDECREF(all);
-    return tensor;
+    return call_python(o, arguments, n, keywords);
 }
 
-static PyMethodDef operate_definition = { "operation", (PyCFunction) (void (*)()) operate, METH_FASTCALL, nullptr };
+// A C string that is never freed: its function may be somewhere for as long as the process lives.
+static const char * kept_text(const char * text) {
+    char * copy = (char *) std::malloc(std::strlen(text) + 1);
+    return copy ? std::strcpy(copy, text) : nullptr;
+}
 
-// operation(function, slow, failed, kinds, axes)
+// operation(function, python, failed, names, defaults, kinds, axes, n_positional, name, text, module)
 static PyObject * make_operation(PyObject *, PyObject * arguments) {
-    PyObject *   function, *slow, *failed;
-    const char * kinds;
-    int          axes;
-    if (!PyArg_ParseTuple(arguments, "OOOsi", &function, &slow, &failed, &kinds, &axes)) {
+    PyObject *   function, *python, *failed, *names, *defaults, *module;
+    const char * kinds, *name, *text;
+    int          axes, n_positional;
+    if (!PyArg_ParseTuple(arguments, "OOOO!O!siissO", &function, &python, &failed, &PyTuple_Type, &names,
+                          &PyDict_Type, &defaults, &kinds, &axes, &n_positional, &name, &text, &module)) {
         return nullptr;
     }
     const size_t n = std::strlen(kinds);
-    if (n > max_arguments || !(PyCFunction_GetFlags(function) & METH_VARARGS)) {
+    if (n > max_arguments || (size_t) PyTuple_Size(names) != n + 1 || n_positional < 0 || n_positional > (int) n ||
+        !(PyCFunction_GetFlags(function) & METH_VARARGS)) {
         PyErr_SetString(PyExc_ValueError, "no operation");
         return nullptr;
     }
@@ -386,18 +477,31 @@ static PyObject * make_operation(PyObject *, PyObject * arguments) {
     if (!o) {
         return nullptr;
     }
-    Py_INCREF(function);
-    Py_INCREF(slow);
-    Py_INCREF(failed);
+    for (PyObject * one : { function, python, failed, names, defaults }) {
+        Py_INCREF(one);
+    }
     o->function = function;
     o->code = PyCFunction_GetFunction(function);
     o->code_self = PyCFunction_GetSelf(function);
-    o->slow = slow;
+    o->python = python;
     o->failed = failed;
+    o->names = names;
+    o->defaults = defaults;
     o->n = (int) n;
+    o->n_positional = n_positional;
     std::memcpy(o->kinds, kinds, n);
     o->axes = axes;
-    PyObject * made = PyCFunction_NewEx(&operate_definition, (PyObject *) o, nullptr);
+    for (size_t i = 0; i <= n; ++i) {
+        o->default_of[i] = PyDict_GetItem(defaults, PyTuple_GetItem(names, (Py_ssize_t) i));
+    }
+    o->definition = { kept_text(name), (PyCFunction) (void (*)()) operate, METH_FASTCALL | METH_KEYWORDS,
+                      kept_text(text) };
+    PyObject * made = o->definition.ml_name && o->definition.ml_doc
+                          ? PyCFunction_NewEx(&o->definition, (PyObject *) o, module)
+                          : PyErr_NoMemory();
+    if (made) {
+        Py_INCREF(o); // its definition is in it, and nothing tells when the last user of that is gone
+    }
     Py_DECREF(o);
     return made;
 }
@@ -453,7 +557,7 @@ static PyObject * make_leaf(PyObject * self, PyObject * const * arguments, Py_ss
         Py_DECREF(given);
     }
     if (handle) {
-        PyObject * tensor = new_tensor(handle, context, (PyObject *) r, (long) ndim);
+        PyObject * tensor = new_tensor(handle, context, (PyObject *) r, ndim);
         Py_DECREF(handle);
         return tensor;
     }
@@ -479,11 +583,16 @@ static bool add_builders(PyObject * module) {
     if (!room_type) {
         room_type = (PyTypeObject *) PyType_FromSpec(&room_spec);
     }
+    if (!tensor_base_type) {
+        tensor_base_type = (PyTypeObject *) PyType_FromSpec(&tensor_spec);
+    }
+    Py_XINCREF((PyObject *) tensor_base_type);
     if (!operation_type) {
         operation_type = (PyTypeObject *) PyType_FromSpec(&operation_spec);
     }
     Py_XINCREF((PyObject *) room_type); // add_to takes a reference
     return operation_type && add_to(module, "Room", (PyObject *) room_type) &&
+           add_to(module, "TensorBase", (PyObject *) tensor_base_type) &&
            add_to(module, "tensor_class", PyCFunction_NewEx(&tensor_class_definition, nullptr, nullptr)) &&
            add_to(module, "operation", PyCFunction_NewEx(&operation_definition, nullptr, nullptr)) &&
            add_to(module, "leaves", PyCFunction_NewEx(&leaves_definition, nullptr, nullptr));

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
 import os
 import threading
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 from op_table import CASES
@@ -71,6 +74,47 @@ def test_operands_that_do_not_fit_are_named_with_their_shapes() -> None:
         with pytest.raises(OperandError, match=r"a is f32 of shape \(2, 4\): requires"):
             ops.reshape_2d(b, -1, 8)
     assert told[0] == told[1]
+
+
+def test_arguments_go_by_position_and_by_name() -> None:
+    ctx = prepared()
+    a, b, positions = ctx.tensor((2, 4, 8)), ctx.tensor((8,)), ctx.tensor((2,), "i32")
+    for made in (ops.add(a, b), ops.add(a, b=b), ops.add(b=b, a=a), ops.add(a, b, ctx=ctx)):
+        assert made.shape == (2, 4, 8) and made.context is ctx
+    assert described(ops.scale(a, 2.0)) == described(ops.scale(s=2.0, a=a))
+    by_default = ops.rope_ext(a, positions, n_dims=8)
+    assert described(by_default) == described(
+        ops.rope_ext(a, positions, None, n_dims=8, mode=0, freq_base=10000.0, beta_fast=32.0)
+    )
+    assert described(by_default) != described(ops.rope_ext(a, positions, n_dims=8, beta_fast=9.0))
+
+
+def test_arguments_that_no_function_of_python_takes() -> None:
+    ctx = prepared()
+    a = ctx.tensor((2,))
+    wrong: list[tuple[Any, str]] = [
+        (lambda: ops.add(a), "missing 1 required positional argument: 'b'"),
+        (lambda: ops.add(a, a, ctx), "takes 2 positional arguments but 3 were given"),
+        (lambda: ops.add(a, a, c=a), "unexpected keyword argument 'c'"),
+        (lambda: ops.add(a, a, b=a), "multiple values for argument 'b'"),
+        (lambda: ops.rope_ext(a, a), "missing 1 required keyword-only argument: 'n_dims'"),
+        (lambda: ops.add(a, a, ctx=1), "expected a Context"),
+    ]
+    for call, told in wrong:
+        with pytest.raises(TypeError, match=told):
+            call()
+
+
+def test_an_operation_tells_what_it_takes() -> None:
+    assert str(inspect.signature(ops.mul_mat)) == "(a, b, *, ctx=None)"
+    assert str(inspect.signature(ops.soft_max_ext)) == (
+        "(a, mask=None, scale=1.0, max_bias=0.0, *, ctx=None)"
+    )
+    for name in ops.__all__:
+        operation = getattr(ops, name)
+        assert operation.__name__ == name and "ctx" in inspect.signature(operation).parameters
+        assert operation.__doc__ and copy.deepcopy(operation) is operation
+    assert (ops.mul_mat.__doc__ or "").startswith("``struct ggml_tensor *ggml_mul_mat(")
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "a", object()])

@@ -150,15 +150,15 @@ def _function(binding: Binding, bound: Bound) -> str:
     lines = [f"\n\ndef {_name(bound)}({', '.join(words)}):"]
     text = docstring(binding, bound).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     lines.append(textwrap.indent(f'"""{text}\n"""', "    "))
+    call = f"_build(_capi.{bound.name}, {{{named}}}, ctx, {axes or None})"
+    lines.append(f"    return {call}")
     kinds = _kinds(binding, bound)
-    if kinds is None:
-        call = f"_build(_capi.{bound.name}, {{{named}}}, ctx, {axes or None})"
-        return "\n".join([*lines, f"    return {call}"])
-    names = ", ".join(f'"{arg.name}"' for arg in visible)
-    made = f'_operation("{bound.name}", ({names},), "{kinds}", {axes or None})'
-    given = ", ".join(["ctx", *(_given(arg) for arg in visible)])
-    lines.append(f"    return _{_name(bound)}({given})")
-    return "\n".join([f"\n\n_{_name(bound)} = {made}", *lines])
+    if kinds is not None:
+        signature = f"({', '.join(words)})"
+        given = f'"{bound.name}", "{signature}", "{kinds}", {axes or None}'
+        lines.insert(0, f"\n\n@_operation({given})")
+        lines[1] = lines[1].lstrip()
+    return "\n".join(lines)
 
 
 def _kinds(binding: Binding, bound: Bound) -> str | None:

@@ -7,7 +7,7 @@ numbers. `build` does everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _loader, _runtime, capi
 from .context import Context, place
@@ -15,33 +15,47 @@ from .dtypes import type_name
 from .errors import AbortError, OperandError
 from .tensor import Tensor, n_axes, n_dims
 
+_Operation = TypeVar("_Operation", bound=Callable[..., Tensor])
+
 
 def operation(
-    name: str, parameters: tuple[str, ...], kinds: str, axes: int | None = None
-) -> Callable[..., Tensor]:
-    """The operation of that name in C, as a function of ``(ctx, *arguments)``.
+    name: str, signature: str, kinds: str, axes: int | None = None
+) -> Callable[[_Operation], _Operation]:
+    """Decorate an operation so that C++ does what is most frequent, and the rest the function.
 
-    `kinds` has a letter for each parameter: t for a tensor, n for one that may be None, i, f and b
-    for an integer, a float and a bool. `axes` is as in `build`, which the rest is left to.
+    `kinds` has a letter for each parameter but `ctx`: t for a tensor, n for one that may be None,
+    i, f and b for an integer, a float and a bool. `axes` is as in `build`.
     """
-    function = getattr(capi, name)
 
-    def slow(ctx: Context | None, *values: object) -> Tensor:
-        return build(function, dict(zip(parameters, values, strict=True)), ctx, axes)
+    def decorate(python: _Operation) -> _Operation:
+        function: Any = python
+        code = function.__code__
+        parameters: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        names = tuple(one for one in parameters if one != "ctx")
+        positional = parameters[: code.co_argcount]
+        given = function.__defaults__ or ()
+        defaults = dict(zip(positional[len(positional) - len(given) :], given, strict=True))
+        defaults |= function.__kwdefaults__ or {}
 
-    def failed(why: tuple[Any, ...], *values: object) -> None:
-        given = [one._handle if isinstance(one, Tensor) else one for one in values]
-        try:
-            raise _runtime.failed(name, (None, *given), why)
-        except (AbortError, ValueError) as error:
-            refuse(error, function, dict(zip(parameters, values, strict=True)))
-            raise
+        def failed(why: tuple[Any, ...], *values: object) -> None:
+            made_by = getattr(capi, name)
+            handles = [one._handle if isinstance(one, Tensor) else one for one in values]
+            try:
+                raise _runtime.failed(name, (None, *handles), why)
+            except (AbortError, ValueError) as error:
+                refuse(error, made_by, dict(zip(names, values, strict=True)))
+                raise
 
-    raising = _runtime.raising(name, _runtime.spec(name).fails)
-    made: Callable[..., Tensor] = _loader.operation(
-        raising, slow, failed, kinds, -1 if axes is None else axes
-    )
-    return made
+        made: _Operation = _loader.operation(
+            _runtime.raising(name, _runtime.spec(name).fails),
+            *(python, failed, (*names, "ctx"), defaults),
+            *(kinds, -1 if axes is None else axes, len(positional)),
+            *(function.__name__, f"{function.__name__}{signature}\n--\n\n{function.__doc__}"),
+            function.__module__,
+        )
+        return made
+
+    return decorate
 
 
 def build(

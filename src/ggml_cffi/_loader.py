@@ -24,6 +24,7 @@ from typing import Any
 __all__ = [
     "Failed",
     "Room",
+    "TensorBase",
     "ffi",
     "leaves",
     "lib",
@@ -292,5 +293,5 @@ def _load() -> Any:
 _module = _load()
 lib, ffi = _module.lib, _module.ffi
 Failed, raised, raising = _module.Failed, _module.raised, _module.raising
-Room, leaves, operation = _module.Room, _module.leaves, _module.operation
-tensor_class = _module.tensor_class
+Room, TensorBase, tensor_class = _module.Room, _module.TensorBase, _module.tensor_class
+leaves, operation = _module.leaves, _module.operation

@@ -19,21 +19,31 @@ from .dtypes import is_quantized, numpy_dtype, type_name
 from .enums import ggml_op, ggml_type
 
 if TYPE_CHECKING:
-    pass
+
+    class _Base:
+        """What C++ has at hand of a tensor (ggml/building.hpp)."""
+
+        _handle: types.ggml_tensor
+        _context: Context
+        _room: object  # the context's lock
+        _ndim: int
+
+else:
+    from ._loader import TensorBase as _Base
 
 __all__ = ["Tensor"]
 
 _BF16 = ggml_type.GGML_TYPE_BF16
 
 
-class Tensor:
+class Tensor(_Base):
     """A tensor of a context: numbers, or the result of an operation that is yet to be computed.
 
     `shape` is in NumPy's order, the innermost axis last, `ne` in ggml's. A tensor keeps its context
     alive. Two objects may stand for the same tensor: they are equal then.
     """
 
-    __slots__ = ("__weakref__", "_context", "_handle", "_layout", "_ndim", "_room")
+    __slots__ = ("__weakref__", "_layout")
     _layout: _Layout  # not before it is asked for
     __array_ufunc__ = None  # NumPy's operators leave it to ours
 
@@ -282,11 +292,7 @@ class Tensor:
 
 
 _POINTER = ffi.typeof("struct ggml_tensor *")
-tensor_class(
-    Tensor,
-    *(getattr(Tensor, slot) for slot in ("_handle", "_context", "_ndim", "_room")),
-    *(_POINTER, ffi.cast(_POINTER, ffi.NULL)),
-)
+tensor_class(Tensor, _POINTER, ffi.cast(_POINTER, ffi.NULL))
 
 
 def _binary(name: str, left: object, right: object) -> Any:
