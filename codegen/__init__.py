@@ -33,6 +33,7 @@ CPP = (
     "state.hpp",
     "shapes.hpp",
     "callbacks.hpp",
+    "network.hpp",
     "plans.hpp",
     "guard.hpp",
     "graphs.hpp",

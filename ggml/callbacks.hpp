@@ -27,6 +27,13 @@ inline bool raise(uint64_t number);
 // Stands for an exception that there is none of: Python could not be entered, or not left in order.
 constexpr uint64_t unanswered = UINT64_MAX;
 
+inline bool is_freeing(const region * inside);
+namespace net {
+inline void end_exchange();
+inline void give_up(const std::string & message);
+inline void on_abort(const char * message);
+} // namespace net
+
 // Entered by every trampoline: the guard rests while Python runs, so that nothing unwinds through
 // CPython's frames. What Python raises is of the guarded call that led here; on a thread of ggml's
 // own there is none, and it waits for the computation to end.
@@ -42,6 +49,9 @@ struct python_entry {
     const unsigned             forks_before = n_forks;
     explicit python_entry(const void * key = nullptr, entered at = entered::on_the_way) : userdata(key), when(at) {
         thread_state & s = state;
+        if (s.speaks) {
+            net::end_exchange();
+        }
         s.inside = nullptr;
         s.entry = this;
         s.raised = false;

@@ -92,6 +92,7 @@ inline bool is_about_a_thread_to_start(const char * message) {
 }
 
 inline void on_abort(const char * message) {
+    net::on_abort(message);
     region * inside = state.inside;
     if (inside && !(inside->how == leave::compute && inside->threads != 1 && in_kernel(inside) &&
                     !is_about_a_thread_to_start(message))) {
@@ -316,6 +317,9 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
     static bool end_failures(thread_state & s, bool raised_before) {
         bool raised = s.raised;
         s.raised = raised_before;
+        if (s.speaks) {
+            net::end_exchange();
+        }
         if (raised || (Traits::how == leave::compute && foreign_raised)) {
             raised = collect_failures(Traits::how == leave::compute) || raised;
         }
@@ -464,6 +468,9 @@ static void ggml_cffi_log(enum ggml_log_level level, const char * text, void *) 
             s.log_serial = s.serial;
         }
         ggml_cffi::details().log += text;
+    }
+    if (std::strstr(text, "RPC server version mismatch")) {
+        ggml_cffi::net::give_up(text); // ggml would go on without the connection
     }
     if (ggml_cffi::has_python()) {
         ggml_cffi::python_entry entry;

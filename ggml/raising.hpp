@@ -9,7 +9,8 @@
 namespace ggml_cffi {
 
 // The exception. Its arguments: kind, index, message, log, a list of what callbacks raised, errno,
-// and, where the guard has nothing to say, the status that C returned, 0 for NULL and false.
+// where the guard has nothing to say the status that C returned, 0 for NULL and false, and the RPC worker
+// that is to blame, with the reason in a second line, or nothing.
 // _runtime.py makes of them what the caller gets to see.
 static PyObject * failed_class = nullptr;
 
@@ -61,7 +62,7 @@ static PyObject * raise_failed() {
     thread_state &        s = state;
     thread_details &      d = details();
     const int             kind = s.kind, index = s.index, result = kind ? 0 : s.result;
-    std::string           message, log;
+    std::string           message, log, worker;
     std::vector<uint64_t> failures;
     message.swap(d.message);
     if (s.log_serial == s.serial) {
@@ -70,11 +71,14 @@ static PyObject * raise_failed() {
     if (d.failed_call == s.serial) {
         failures.swap(d.failures);
     }
+    if (d.worker_serial == s.serial) {
+        worker.swap(d.worker);
+    }
     s.kind = no_error;
     _cffi_restore_errno(); // as the function left it
     const int  code = errno;
     PyObject * arguments = Py_BuildValue(
-        "(iiNNNii)", kind, index, as_text(message), as_text(log), take_raised(failures), code, result);
+        "(iiNNNiiN)", kind, index, as_text(message), as_text(log), take_raised(failures), code, result, as_text(worker));
     if (arguments) {
         PyErr_SetObject(failed_class, arguments);
         Py_DECREF(arguments);

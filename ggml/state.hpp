@@ -52,6 +52,7 @@ struct thread_state {
     int          index = -1;           // which argument; after an abort, what is lost
     int          result = 0;           // of the last call: whether not NULL or false; a status
     bool         raised = false;       // a callback of the present call failed
+    bool         speaks = false;       // a message to an RPC worker, or its answer, is under way
     const python_entry * entry = nullptr; // the innermost Python function that ggml has called
     uint64_t     serial = 0;           // the present, or else the last, guarded call
     uint64_t     n_calls = 0;          // so far
@@ -73,8 +74,10 @@ struct kept_error {
     uint64_t              serial;
     uint64_t              log_serial;
     uint64_t              failed_call;
+    uint64_t              worker_serial;
     std::string           message;
     std::string           log;
+    std::string           worker;
     std::vector<uint64_t> failures;
 };
 
@@ -82,6 +85,8 @@ struct kept_error {
 struct thread_details {
     std::string               message;
     std::string               log;     // what ggml complained of during that call
+    std::string               worker;  // the RPC worker that it failed over, and why, in two lines;
+    uint64_t                  worker_serial = 0; // the call
     computation *             computing = nullptr; // the innermost
     std::vector<const void *> entered; // callbacks, by userdata, that the present computation called
     std::vector<failure>      raised;  // in guarded calls that have not ended
@@ -101,7 +106,9 @@ inline thread_details & details() {
 static void ggml_cffi_keep_error(void) {
     using namespace ggml_cffi;
     thread_details & d = details();
-    d.kept.push_back({ state.kind, state.index, state.serial, state.log_serial, d.failed_call, {}, {}, {} });
+    d.kept.push_back({ state.kind, state.index, state.serial, state.log_serial, d.failed_call, d.worker_serial, {}, {},
+                       {}, {} });
+    d.kept.back().worker.swap(d.worker);
     d.kept.back().message.swap(d.message);
     d.kept.back().log.swap(d.log);
     d.kept.back().failures.swap(d.failures);
@@ -116,6 +123,8 @@ static void ggml_cffi_give_back_error(void) {
     state.serial = error.serial;
     state.log_serial = error.log_serial;
     d.failed_call = error.failed_call;
+    d.worker_serial = error.worker_serial;
+    d.worker.swap(error.worker);
     d.message.swap(error.message);
     d.log.swap(error.log);
     d.failures.swap(error.failures);

@@ -2,14 +2,16 @@
 
 GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
 A test says with `needs` (_release.py) what it needs of ggml that not every release has.
-GGML_CFFI_TEST_META=N: only tests that run on a backend of choice (fixtures `backend` and `n_devs`),
-and that is a meta backend over N CPU devices.
+GGML_CFFI_TEST_BACKEND=NAME: only tests that run on a backend of choice (fixtures `backend`, `target`
+and `n_devs`); _backends.py has the names. What passed, what the backend does not support and what a meta
+device refuses is counted apart.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # codegen is no installed package
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
-META = int(os.environ.get("GGML_CFFI_TEST_META") or 0)
+BACKEND = os.environ.get("GGML_CFFI_TEST_BACKEND") or ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,14 +36,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             line = r"ignore:ggml_\w+ is deprecated:DeprecationWarning"
             config.addinivalue_line("filterwarnings", line)
     items.sort(key=lambda item: item.get_closest_marker("packaging") is None)
-    if META:
-        on_any = [i for i in items if {"backend", "n_devs"} & set(getattr(i, "fixturenames", ()))]
+    if BACKEND:
+        chosen = {"n_devs"} if BACKEND.startswith("meta") else set()
+        chosen |= {"backend", "target"}
+        on_any = [
+            i for i in items
+            if chosen & set(getattr(i, "fixturenames", ())) or i.get_closest_marker(BACKEND)
+        ]  # fmt: skip
         config.hook.pytest_deselected(items=[item for item in items if item not in on_any])
         items[:] = on_any
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tell what the release lacks apart; on the pin nothing may be lacking."""
+    if item.get_closest_marker("rpc"):
+        from _backends import lacking
+
+        from ggml_cffi import capi
+
+        if not hasattr(capi, "RPC_PROTO_MAJOR_VERSION"):
+            lacking("RPC in this ggml", BACKEND == "rpc")
     needs = [need for marker in item.iter_markers("needs") for need in marker.args]
     if needs:
         from _release import require
@@ -105,16 +119,41 @@ def arena(cpu: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def backend(cpu: Any) -> Iterator[Any]:
-    """The backend that the run is for: the CPU, or a meta backend that mirrors all tensors."""
-    if not META:
-        yield cpu
-        return
-    from ggml_cffi import capi
-    from ggml_cffi.meta import MetaDevice, SplitState
+def target() -> Iterator[Any]:
+    """The device that the run is for; a meta device mirrors all tensors."""
+    import _backends
 
-    with MetaDevice(["CPU"] * META, lambda tensor, n_devs: SplitState.mirrored()) as device:
-        made = capi.ggml_backend_dev_init(device.handle, None)
-        yield made
-        gc.collect()
-        capi.ggml_backend_free(made)
+    with _backends.target() as device:
+        yield device
+
+
+@pytest.fixture
+def backend(target: Any) -> Iterator[Any]:
+    """A backend of the device that the run is for."""
+    from ggml_cffi import capi
+
+    made = capi.ggml_backend_dev_init(target.handle, None)
+    yield made
+    gc.collect()
+    capi.ggml_backend_free(made)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Count what the run's backend passed, does not support, and refuses."""
+    if not BACKEND:
+        return
+    import _backends
+
+    said = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    counts = {
+        "passed": len(terminalreporter.stats.get("passed", ())),
+        "failed": sum(len(terminalreporter.stats.get(kind, ())) for kind in ("failed", "error")),
+        _backends.NOT_SUPPORTED: sum(_backends.NOT_SUPPORTED in text for text in said),
+        _backends.REFUSED: sum(_backends.REFUSED in text for text in said),
+    }
+    counts["left out otherwise"] = len(said) - sum(list(counts.values())[2:])
+    terminalreporter.section(f"backend {BACKEND}")
+    for what, count in counts.items():
+        terminalreporter.line(f"{count:6} {what}")
+    if path := os.environ.get("GGML_CFFI_COUNTS"):
+        Path(path).write_text(json.dumps(counts), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line: `python -m ggml_cffi demo` and `python -m ggml_cffi info`."""
+"""The command line: `python -m ggml_cffi demo`, `info` and `rpc-server`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ._demo import UsageError, parse_devices, parse_number, parse_ratios
 from ._info import build_info, package_version
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _demo(given) if given.command == "demo" else _info(given)
+        return _COMMANDS[given.command](given)
     except UsageError as error:
         commands[given.command].error(str(error))
     except (GGMLError, MemoryError) as error:
@@ -53,6 +53,18 @@ def _info(given: argparse.Namespace) -> int:
     from . import _info
 
     return _info.run(as_json=given.json)
+
+
+def _rpc_server(given: argparse.Namespace) -> int:
+    from . import _rpc_server
+
+    return _rpc_server.run(
+        given.host, given.port, given.device, given.threads, given.cache_dir,
+        allow_remote=given.allow_remote, until_eof=given.until_eof,
+    )  # fmt: skip
+
+
+_COMMANDS = {"demo": _demo, "info": _info, "rpc-server": _rpc_server}
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
@@ -79,7 +91,29 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "--ratios", type=parse_ratios, metavar="A,B,...", help="their shares (default: equal)"
     )
     info.add_argument("--json", action="store_true", help="as JSON")
-    return parser, {"demo": demo, "info": info}
+    return parser, {"demo": demo, "info": info, "rpc-server": _add_rpc_server(commands)}
+
+
+def _add_rpc_server(commands: Any) -> _Parser:
+    what = "serve devices of this machine to another process, by ggml's RPC"
+    text = f"{what.capitalize()}. Prints its address once it listens; ends on SIGTERM and Ctrl-C."
+    server: _Parser = commands.add_parser("rpc-server", help=what, description=text)
+    server.add_argument("--host", default="127.0.0.1", help="an IPv4 address (default: 127.0.0.1)")
+    server.add_argument("--port", type=parse_number, default=0, help="default: a free one")
+    server.add_argument(
+        "--device", action="append", metavar="NAME", help="may be repeated (default: CPU)"
+    )
+    server.add_argument("--threads", type=parse_number, metavar="N", help="default: all cores")
+    server.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep large tensors here")
+    server.add_argument(
+        "--allow-remote",
+        action="store_true",
+        help="serve on an address that is not loopback; ggml's RPC has no authentication",
+    )
+    server.add_argument(
+        "--until-eof", action="store_true", help="end when standard input does, too"
+    )
+    return server
 
 
 if __name__ == "__main__":

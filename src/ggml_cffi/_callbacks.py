@@ -375,6 +375,11 @@ def _define() -> None:
         ffi.def_extern(name=f"ggml_cffi_py_{name}", onerror=_late)(body)
 
 
+@ffi.def_extern(name="ggml_cffi_py_signals", onerror=_late)  # type: ignore[untyped-decorator]
+def _signals() -> None:
+    """Waits are interrupted by signals: on the main thread their functions run here."""
+
+
 #: Takes ggml's log in place of the bridge to logging, while it is not None.
 log_receiver: Callable[[Any, str], object] | None = None
 

@@ -523,7 +523,7 @@ def failed(function: str, values: tuple[Any, ...], why: tuple[Any, ...]) -> Base
 def _failure(
     function: str, facts: Spec, values: tuple[Any, ...], why: tuple[Any, ...]
 ) -> BaseException:
-    kind, index, message, log, found, errno, status = why
+    kind, index, message, log, found, errno, status, worker = why
     raised: list[BaseException] = found[:]
     found.clear()  # an exception refers to the frame that has `why`: no circle for the collector
     _callbacks_module().forget_unread()
@@ -532,6 +532,10 @@ def _failure(
             f"{function}: a Python function that it calls could not be run to its end: the "
             "recursion is too deep, or there is no memory"
         )
+    if worker and kind in (0, _ABORTED):
+        endpoint, _, reason = worker.partition("\n")
+        text = f"{function}: the worker {endpoint} is lost: {reason}"
+        return _after(raised, _with_cause(errors.RPCError(text, endpoint, reason), values))
     error = _described(kind, index, function, facts, values, errno, status, message, log.strip())
     return _after(raised, error)
 

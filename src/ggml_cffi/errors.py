@@ -8,6 +8,7 @@ __all__ = [
     "GGUFError",
     "NotSupportedError",
     "OperandError",
+    "RPCError",
     "SplitError",
     "StatusError",
     "StatusMemoryError",
@@ -70,6 +71,22 @@ class StatusError(GGMLError):
 
 class StatusMemoryError(StatusError, MemoryError):
     """A call returned ``GGML_STATUS_ALLOC_FAILED``: a MemoryError too."""
+
+
+class RPCError(GGMLError, ConnectionError):
+    """A worker that ggml's RPC reaches over the network cannot be reached, or has been lost.
+
+    ``endpoint`` is its address and port, ``reason`` what happened. After it was lost, every call
+    that needs the worker raises this at once; what lay in its memory is gone, other devices go on.
+    """
+
+    def __init__(self, message: str, endpoint: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.endpoint = endpoint
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.endpoint, self.reason)
 
 
 class SplitError(GGMLError):

@@ -46,9 +46,11 @@ class MetaDevice(Device, Closing):
 
     @property
     def handle(self) -> types.ggml_backend_device:
-        """The pointer, for `capi`. Raises ValueError once the object is closed."""
+        """The pointer, for `capi`. Raises ValueError once it is closed, or one of its devices is."""
         if self._function.closed:
             raise ValueError("the MetaDevice is closed")
+        for child in self._devices:
+            _ = child.handle  # a worker's is closed with the connection
         return super().handle
 
     @property

@@ -1,0 +1,524 @@
+// ggml's RPC client waits for ever, for whoever it connects to and for each answer, takes every signal for
+// the end of a connection, and lets two threads write into each other's messages. Its calls of the socket
+// functions are replaced by these, in its library alone: they have time limits, know which worker they speak
+// to and why it was lost, and let what a lost worker had be freed. ggml's RPC server can be stopped by them.
+
+#include <arpa/inet.h>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <dlfcn.h>
+#include <elf.h>
+#include <fcntl.h>
+#include <link.h>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <netinet/in.h>
+#include <poll.h>
+#include <string>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <unordered_map>
+#include <utility>
+
+static void ggml_cffi_py_signals(void);
+
+namespace ggml_cffi::net {
+
+// ---- who is spoken to
+
+struct limits {
+    int connect_ms = 10'000;
+    int answer_ms = 300'000;
+};
+
+// The command by this name, RPC_CMD_FREE_BUFFER, in all releases so far.
+constexpr uint8_t free_buffer = 4;
+
+// A connection of the client's. Its messages: a command of 1 byte, the size of what follows in 8, and that.
+struct connection {
+    const std::string name; // host:port
+    const int         answer_ms;
+    std::string       lost; // why, once it is
+    std::mutex        talking; // held by the thread whose message, or answer, is under way
+
+    enum class part { command, size, content } next = part::command;
+    uint64_t left = 0;         // bytes of the present part
+    uint64_t size = 0;         // as far as it is sent
+    bool     freeing = false;  // the message frees a buffer
+
+    connection(std::string to, int ms) : name(std::move(to)), answer_ms(ms) {}
+};
+using shared = std::shared_ptr<connection>;
+
+inline fork_safe_mutex                    lock;
+inline std::unordered_map<int, shared>    connections;  // by descriptor
+inline std::map<std::string, limits>      limits_of;    // by host:port
+
+// What this thread speaks to, from a message's first byte to the next message or the end of its call.
+static thread_local shared spoken_to;
+
+inline void end_exchange() {
+    state.speaks = false;
+    if (spoken_to) {
+        spoken_to->talking.unlock();
+        spoken_to.reset();
+    }
+}
+
+inline void begin_exchange(const shared & with) {
+    end_exchange();
+    with->talking.lock();
+    spoken_to = with;
+    state.speaks = true;
+}
+
+inline shared connection_of(int fd) {
+    std::lock_guard<fork_safe_mutex> hold(lock);
+    const auto found = connections.find(fd);
+    return found == connections.end() ? nullptr : found->second;
+}
+
+// The call that goes on has failed over this worker.
+inline void blame(const std::string & name, const std::string & why) {
+    thread_details & d = details();
+    d.worker = name + "\n" + why;
+    d.worker_serial = state.serial;
+}
+
+// Nothing more goes through the connection: where a message broke off, nobody knows what the next byte is.
+inline int lose(connection & c, int fd, const std::string & why) {
+    if (c.lost.empty()) {
+        c.lost = why;
+        ::shutdown(fd, SHUT_RDWR);
+    }
+    blame(c.name, c.lost);
+    errno = EPIPE;
+    return -1;
+}
+
+// What came was no answer.
+inline void on_abort(const char * message) {
+    if (spoken_to && spoken_to->lost.empty() && std::strstr(message, "RPC server")) {
+        spoken_to->lost = "its answer was malformed";
+        std::lock_guard<fork_safe_mutex> hold(lock);
+        for (const auto & [fd, c] : connections) {
+            if (c == spoken_to) {
+                ::shutdown(fd, SHUT_RDWR);
+            }
+        }
+        blame(spoken_to->name, spoken_to->lost);
+    }
+}
+
+// ---- waiting
+
+struct deadline {
+    using clock = std::chrono::steady_clock;
+    const bool              none;
+    const clock::time_point end;
+    explicit deadline(int ms) : none(ms < 0), end(clock::now() + std::chrono::milliseconds(ms < 0 ? 0 : ms)) {}
+    int left() const {
+        if (none) {
+            return -1;
+        }
+        const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(end - clock::now()).count();
+        return ms < 0 ? 0 : (int) ms + 1;
+    }
+};
+
+// Whom this thread waits for while a signal's Python function runs, which must not speak to it.
+static thread_local const connection * waited_for = nullptr;
+
+// A signal has come: its Python function may raise, which ends the waiting.
+inline bool interrupted() {
+    if (!has_python()) {
+        return false;
+    }
+    const connection * const before = std::exchange(waited_for, spoken_to.get());
+    shared                   mine = std::move(spoken_to);
+    bool                     raised;
+    {
+        state.speaks = false;
+        python_entry entry;
+        ggml_cffi_py_signals();
+        raised = entry.failed();
+    }
+    spoken_to = std::move(mine);
+    state.speaks = spoken_to != nullptr;
+    waited_for = before;
+    return raised;
+}
+
+enum class event { ready, too_late, interrupt, stop };
+
+// Until something can be done with `fd`, or can be read from `stop` (-1: nothing).
+inline event wait_for(int fd, short what, const deadline & until, int stop = -1) {
+    for (;;) {
+        pollfd    both[2] = { { fd, what, 0 }, { stop, POLLIN, 0 } };
+        const int n = ::poll(both, stop < 0 ? 1 : 2, until.left());
+        if (n < 0 && errno == EINTR) {
+            if (stop < 0 && interrupted()) {
+                return event::interrupt;
+            }
+        } else if (n > 0 && stop >= 0 && both[1].revents) {
+            return event::stop;
+        } else if (n) {
+            return event::ready; // errors are found by what is done then
+        } else {
+            return event::too_late;
+        }
+    }
+}
+
+inline std::string within(int ms) {
+    std::string text = std::to_string(ms / 1000.0);
+    text.erase(text.find_last_not_of('0') + 1);
+    return " within " + (text.back() == '.' ? text.substr(0, text.size() - 1) : text) + " s";
+}
+
+// ---- the server's side: a thread that serves, until `stop` can be read
+
+struct serving {
+    int stop = -1;
+    int ready = -1; // is written the port to, once it listens
+};
+static thread_local serving here;
+
+// ---- what ggml calls
+
+// Leave the guarded call, where it can be left: ggml looks at few places whether it has got a connection,
+// and goes on without one.
+inline void give_up(const std::string & message) {
+    const region * inside = state.inside;
+    if (inside && inside->how != leave::by_jump && !is_freeing(inside)) {
+        throw abort_error{ message };
+    }
+}
+
+inline std::string address_of(const sockaddr * address) {
+    const auto * in = (const sockaddr_in *) address;
+    char         text[INET_ADDRSTRLEN] = "?";
+    ::inet_ntop(AF_INET, &in->sin_addr, text, sizeof text);
+    return std::string(text) + ":" + std::to_string(ntohs(in->sin_port));
+}
+
+inline int connect(int fd, const sockaddr * address, socklen_t size) {
+    if (!address || address->sa_family != AF_INET) {
+        return ::connect(fd, address, size);
+    }
+    const std::string name = address_of(address);
+    limits            allowed;
+    {
+        std::lock_guard<fork_safe_mutex> hold(lock);
+        const auto found = limits_of.find(name);
+        if (found != limits_of.end()) {
+            allowed = found->second;
+        }
+    }
+    ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+    const int flags = ::fcntl(fd, F_GETFL);
+    ::fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+    int error = ::connect(fd, address, size) ? errno : 0;
+    if (error == EINPROGRESS || error == EINTR) {
+        switch (wait_for(fd, POLLOUT, deadline(allowed.connect_ms))) {
+            case event::ready: {
+                socklen_t length = sizeof error;
+                ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+                break;
+            }
+            case event::too_late: error = ETIMEDOUT; break;
+            default: error = EINTR;
+        }
+    }
+    if (error) {
+        blame(name, error == ETIMEDOUT ? "no connection" + within(allowed.connect_ms) : std::strerror(error));
+        ::close(fd); // ggml does not
+        give_up("no connection to " + name);
+        errno = error;
+        return -1;
+    }
+    ::fcntl(fd, F_SETFL, flags);
+    std::lock_guard<fork_safe_mutex> hold(lock);
+    connections[fd] = std::make_shared<connection>(name, allowed.answer_ms);
+    return 0;
+}
+
+// Follows the message that `size` bytes of are on their way.
+inline void follow(connection & c, const void * data, size_t size) {
+    const auto * bytes = (const uint8_t *) data;
+    while (size) {
+        if (c.next == connection::part::command) {
+            c.freeing = *bytes == free_buffer;
+            c.next = connection::part::size;
+            c.left = 8;
+            c.size = 0;
+            ++bytes;
+            --size;
+            continue;
+        }
+        const size_t n = std::min<uint64_t>(size, c.left);
+        if (c.next == connection::part::size) {
+            std::memcpy((uint8_t *) &c.size + (8 - c.left), bytes, n);
+        }
+        bytes += n;
+        size -= n;
+        c.left -= n;
+        if (!c.left && c.next == connection::part::size && c.size) {
+            c.next = connection::part::content;
+            c.left = c.size;
+        } else if (!c.left) {
+            c.next = connection::part::command;
+        }
+    }
+}
+
+inline ssize_t send(int fd, const void * data, size_t size, int flags) {
+    flags |= MSG_NOSIGNAL;
+    const shared c = connection_of(fd);
+    if (!c) {
+        ssize_t n;
+        do {
+            n = ::send(fd, data, size, flags);
+        } while (n < 0 && errno == EINTR);
+        return n;
+    }
+    if (c.get() == waited_for) {
+        blame(c->name, "its answer to another call is waited for on this thread");
+        errno = EBUSY;
+        return -1;
+    }
+    const bool mine = c == spoken_to;
+    if (!mine || c->next == connection::part::command) {
+        begin_exchange(c);
+    }
+    if (!c->lost.empty() && !mine) {
+        c->next = connection::part::command; // where another message broke off
+    }
+    if (!c->lost.empty() && c->next == connection::part::command && *(const uint8_t *) data != free_buffer) {
+        return lose(*c, fd, c->lost);
+    }
+    size_t sent = 0;
+    while (c->lost.empty() && sent < size) {
+        const ssize_t n = ::send(fd, (const char *) data + sent, size - sent, flags | MSG_DONTWAIT);
+        if (n >= 0) {
+            sent += (size_t) n;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            const event happened = wait_for(fd, POLLOUT, deadline(c->answer_ms));
+            if (happened == event::interrupt) {
+                lose(*c, fd, "the wait for it was interrupted");
+            } else if (happened == event::too_late) {
+                lose(*c, fd, "it took nothing" + within(c->answer_ms));
+            }
+        } else if (errno != EINTR) {
+            lose(*c, fd, std::strerror(errno));
+        }
+    }
+    if (sent < size && c->next == connection::part::command) {
+        c->freeing = *(const uint8_t *) data == free_buffer;
+    }
+    if (sent < size && !c->freeing) {
+        c->next = connection::part::command;
+        return lose(*c, fd, c->lost);
+    }
+    follow(*c, data, size);
+    return (ssize_t) size; // or to a worker that is lost, and has freed it with all that it had
+}
+
+inline ssize_t recv(int fd, void * data, size_t size, int flags) {
+    const shared c = connection_of(fd);
+    if (!c) { // the server's
+        for (;;) {
+            if (here.stop >= 0 && wait_for(fd, POLLIN, deadline(-1), here.stop) == event::stop) {
+                errno = ECANCELED;
+                return -1;
+            }
+            const ssize_t n = ::recv(fd, data, size, flags);
+            if (n >= 0 || errno != EINTR) {
+                return n;
+            }
+        }
+    }
+    if (c->lost.empty()) {
+        for (;;) {
+            const ssize_t n = ::recv(fd, data, size, flags | MSG_DONTWAIT);
+            if (n > 0) {
+                return n;
+            }
+            if (!n) {
+                lose(*c, fd, "it has closed the connection");
+                break;
+            }
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                const event happened = wait_for(fd, POLLIN, deadline(c->answer_ms));
+                if (happened == event::ready) {
+                    continue;
+                }
+                lose(*c, fd, happened == event::interrupt ? "the wait for it was interrupted"
+                                                          : "no answer" + within(c->answer_ms));
+                break;
+            }
+            if (errno != EINTR) {
+                lose(*c, fd, std::strerror(errno));
+                break;
+            }
+        }
+    }
+    if (c->freeing && size <= 8) { // an empty answer
+        std::memset(data, 0, size);
+        return (ssize_t) size;
+    }
+    return lose(*c, fd, c->lost);
+}
+
+inline int close(int fd) {
+    {
+        std::lock_guard<fork_safe_mutex> hold(lock);
+        connections.erase(fd);
+    }
+    return ::close(fd);
+}
+
+inline int listen(int fd, int) {
+    const int status = ::listen(fd, 16); // one is served at a time: others wait
+    sockaddr_in address{};
+    socklen_t   size = sizeof address;
+    if (!status && here.ready >= 0 && !::getsockname(fd, (sockaddr *) &address, &size)) {
+        const uint64_t port = ntohs(address.sin_port);
+        ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+        (void) !::write(here.ready, &port, sizeof port);
+    }
+    return status;
+}
+
+inline int accept(int fd, sockaddr * address, socklen_t * size) {
+    for (;;) {
+        if (here.stop >= 0 && wait_for(fd, POLLIN, deadline(-1), here.stop) == event::stop) {
+            ::close(fd); // ggml leaves it open
+            errno = ECANCELED;
+            return -1;
+        }
+        const int client = ::accept4(fd, address, size, SOCK_CLOEXEC);
+        // who has gone again meanwhile is no reason to stop serving
+        if (client >= 0 || (errno != EINTR && errno != ECONNABORTED)) {
+            return client;
+        }
+    }
+}
+
+// ---- in the place of libc's
+
+struct replacement {
+    const char * name;
+    void *       with;
+};
+inline const replacement replacements[] = {
+    { "connect", (void *) connect }, { "send", (void *) send },     { "recv", (void *) recv },
+    { "close", (void *) close },     { "listen", (void *) listen }, { "accept", (void *) accept },
+};
+
+inline bool names_function(uint64_t relocation) {
+#if defined(__x86_64__)
+    return relocation == R_X86_64_JUMP_SLOT || relocation == R_X86_64_GLOB_DAT;
+#else
+    return relocation == R_AARCH64_JUMP_SLOT || relocation == R_AARCH64_GLOB_DAT;
+#endif
+}
+
+struct read_only {
+    uintptr_t base;
+    uintptr_t begin, end;
+};
+
+// The loader has made the table of functions of a library read-only, or not.
+inline int find_read_only(dl_phdr_info * info, size_t, void * data) {
+    auto & found = *(read_only *) data;
+    if (info->dlpi_addr != found.base) {
+        return 0;
+    }
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        if (info->dlpi_phdr[i].p_type == PT_GNU_RELRO) {
+            found.begin = found.base + info->dlpi_phdr[i].p_vaddr;
+            found.end = found.begin + info->dlpi_phdr[i].p_memsz;
+        }
+    }
+    return 1;
+}
+
+// Let the library that has `address` call the functions above. False: it calls none of them.
+inline bool replace_in(const void * address) {
+    Dl_info    info;
+    link_map * map = nullptr;
+    if (!dladdr1(address, &info, (void **) &map, RTLD_DL_LINKMAP) || !map) {
+        return false;
+    }
+    uintptr_t symbols = 0, strings = 0, tables[2] = {}, sizes[2] = {};
+    for (const ElfW(Dyn) * d = map->l_ld; d->d_tag != DT_NULL; ++d) {
+        switch (d->d_tag) {
+            case DT_SYMTAB: symbols = d->d_un.d_ptr; break;
+            case DT_STRTAB: strings = d->d_un.d_ptr; break;
+            case DT_JMPREL: tables[0] = d->d_un.d_ptr; break;
+            case DT_PLTRELSZ: sizes[0] = d->d_un.d_val; break;
+            case DT_RELA: tables[1] = d->d_un.d_ptr; break;
+            case DT_RELASZ: sizes[1] = d->d_un.d_val; break;
+        }
+    }
+    read_only fixed{ map->l_addr, 0, 0 };
+    dl_iterate_phdr(find_read_only, &fixed);
+    const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
+    bool            any = false;
+    for (int t = 0; t < 2 && symbols && strings; ++t) {
+        const auto * entries = (const ElfW(Rela) *) tables[t];
+        for (size_t i = 0; tables[t] && i < sizes[t] / sizeof(ElfW(Rela)); ++i) {
+            if (!names_function(ELF64_R_TYPE(entries[i].r_info))) {
+                continue;
+            }
+            const auto & symbol = ((const ElfW(Sym) *) symbols)[ELF64_R_SYM(entries[i].r_info)];
+            for (const replacement & r : replacements) {
+                if (std::strcmp((const char *) strings + symbol.st_name, r.name)) {
+                    continue;
+                }
+                auto *          slot = (void **) (map->l_addr + entries[i].r_offset);
+                const uintptr_t start = (uintptr_t) slot & ~(page - 1);
+                const bool      was_fixed = (uintptr_t) slot >= fixed.begin && (uintptr_t) slot < fixed.end;
+                if (was_fixed && mprotect((void *) start, page, PROT_READ | PROT_WRITE)) {
+                    continue;
+                }
+                __atomic_store_n(slot, r.with, __ATOMIC_RELEASE);
+                if (was_fixed) {
+                    mprotect((void *) start, page, PROT_READ);
+                }
+                any = true;
+            }
+        }
+    }
+    return any;
+}
+
+// The same once for each library; modules may be loaded anew.
+inline void replace_once(const void * address) {
+    static fork_safe_mutex         once;
+    static std::atomic<const void *> done{ nullptr };
+    if (done.load(std::memory_order_acquire) == address) {
+        return;
+    }
+    std::lock_guard<fork_safe_mutex> hold(once);
+    if (done.load(std::memory_order_relaxed) != address) {
+        replace_in(address);
+        done.store(address, std::memory_order_release);
+    }
+}
+
+} // namespace ggml_cffi::net
+
+// How long a worker at host:port may take to be connected to, and for each answer; in seconds.
+static void ggml_cffi_net_limits(const char * name, double connect, double answer) {
+    std::lock_guard<ggml_cffi::fork_safe_mutex> hold(ggml_cffi::net::lock);
+    ggml_cffi::net::limits_of[name] = { (int) (connect * 1000), (int) (answer * 1000) };
+}
+
+// This thread is going to serve until `stop` can be read from; the port is written to `ready`.
+static void ggml_cffi_net_serve(int stop, int ready) { ggml_cffi::net::here = { stop, ready }; }

@@ -1,0 +1,516 @@
+"""Devices of other processes and machines: ggml's RPC, with time limits and clear errors.
+
+A *worker* is a process that serves its devices, `Server` or ``python -m ggml_cffi rpc-server``;
+`connect` gives its devices to this process. A worker that is lost (it died, stopped answering, or
+the network failed) is an `RPCError` in every call that needs it, within the connection's time
+limit; other devices go on, and another `connect` to the same endpoint begins anew.
+
+ggml's RPC neither authenticates nor encrypts, and whoever reaches a worker can have it read and
+write its memory: serve on loopback or in a network whose members you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import operator
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from . import capi
+from ._handles import Closing, Owned, _each
+from ._loader import lib
+from .backend import usable_cores
+from .capi import types
+from .device import Device, device, devices
+from .errors import GGMLError, NotSupportedError, RPCError
+
+__all__ = ["Connection", "LocalWorkers", "RemoteDevice", "Server", "connect", "serve"]
+
+_HELLO = 14  # the one command whose number never changes
+_MOST_SECONDS = 1_000_000.0
+_connecting = threading.Lock()
+_numbers = itertools.count(1)
+
+
+class RemoteDevice(Device):
+    """A device of a worker. It keeps the connection open."""
+
+    def __init__(self, handle: types.ggml_backend_device, connection: Connection) -> None:
+        super().__init__(handle)
+        self._connection = connection
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that it is reached through."""
+        return self._connection
+
+    @property
+    def handle(self) -> types.ggml_backend_device:
+        """The pointer, for `capi`. Raises ValueError once the connection is closed."""
+        if self._connection.closed:
+            raise ValueError(f"the connection to {self._connection.endpoint} is closed")
+        return super().handle
+
+
+class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
+    """The devices of a worker, as a sequence; made by `connect`.
+
+    Closing it frees nothing that was made on the devices, but no more can be made; the socket is
+    closed with the last buffer. A worker serves one process at a time: others wait until then.
+    """
+
+    def __init__(self, endpoint: str, timeout: float, response_timeout: float) -> None:
+        _require_rpc()
+        timeout = _seconds("timeout", timeout)
+        response_timeout = _seconds("response_timeout", response_timeout)
+        host, port = parse_endpoint(endpoint)
+        until = time.monotonic() + timeout
+        address = _resolve(endpoint, host)
+        _greet(endpoint, address, port, until)
+        self.endpoint = f"{host}:{port}"
+        self.timeout = timeout
+        self.response_timeout = response_timeout
+        # Its name is its own: ggml gives the socket of a name to whoever asks for it, a dead one
+        # as well, and reads the port up to the first character that is no digit.
+        number = next(_numbers)
+        name = f"{address}:{port}" if number == 1 else f"{address}:{port}#{number}"
+        with _connecting:  # the limits are those of the address
+            limits = f"{address}:{port}".encode()
+            # until the worker is ours, it may serve somebody else, who came first
+            lib.ggml_cffi_net_limits(limits, timeout, max(until - time.monotonic(), 0.001))
+            try:
+                registry = capi.ggml_backend_rpc_add_server(name)
+            except RPCError as error:
+                raise _named(error, self.endpoint) from None
+            finally:
+                lib.ggml_cffi_net_limits(limits, timeout, response_timeout)
+            count = capi.ggml_backend_reg_dev_count(registry)
+            handles = [capi.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
+            # ggml keeps the socket as long as there is a buffer, and connects anew after that
+            kind = capi.ggml_backend_dev_buffer_type(handles[0])
+            held = capi.ggml_backend_buft_alloc_buffer(kind, 1)
+        Owned.__init__(self, held, capi.ggml_backend_buffer_free)
+        self._devices = tuple(RemoteDevice(handle, self) for handle in handles)
+
+    @property
+    def devices(self) -> tuple[RemoteDevice, ...]:
+        """The devices, in the worker's order."""
+        return self._devices
+
+    @overload
+    def __getitem__(self, index: int) -> RemoteDevice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RemoteDevice, ...]: ...
+    def __getitem__(self, index: int | slice) -> RemoteDevice | tuple[RemoteDevice, ...]:
+        return self._devices[index]
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self)} device{'s' * (len(self) != 1)}"
+        return f"<Connection {self.endpoint}: {state}>"
+
+
+def connect(endpoint: str, timeout: float = 10.0, response_timeout: float = 300.0) -> Connection:
+    """The devices of the worker at ``endpoint``, "host:port".
+
+    `timeout`: seconds to be connected and greeted in. `response_timeout`: seconds that each answer
+    may take from then on, a computation's included; longer ones lose the worker.
+
+    Raises RPCError where nobody is there, or answers in time, or what answers is no RPC server, or
+    one of another version; NotSupportedError where this ggml was built without RPC; ValueError for
+    what is no endpoint or time.
+    """
+    return Connection(endpoint, timeout, response_timeout)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ValueError for what is none, TypeError for no str."""
+    if not isinstance(endpoint, str):
+        raise TypeError(f"endpoint is {endpoint!r} ({type(endpoint).__name__}), expected a str")
+    host, colon, digits = endpoint.rpartition(":")
+    good = host and ":" not in host and digits.isascii() and digits.isdigit()
+    if not good or not 1 <= int(digits) <= 65535 or host != host.strip() or "\0" in host:
+        raise ValueError(
+            f'endpoint is {endpoint!r}, expected "host:port" with a port of 1 to 65535'
+        )
+    return host, int(digits)
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected seconds")
+    if not 0 < value <= _MOST_SECONDS:
+        raise ValueError(f"{name} is {value!r}, expected more than 0 and at most {_MOST_SECONDS:g}")
+    return float(value)
+
+
+def _require_rpc() -> None:
+    """Raise NotSupportedError unless this ggml has RPC, as a library or as a module."""
+    devices()  # loads the modules
+    if not hasattr(lib, "ggml_backend_rpc_add_server"):
+        raise NotSupportedError(
+            "this ggml was built without RPC; build the package for one that has it, such as "
+            'libggml-python from its source release with CMAKE_ARGS="-DGGML_RPC=ON"'
+        )
+
+
+def _named(error: RPCError, endpoint: str) -> RPCError:
+    return RPCError(f"{endpoint}: {error.reason}", endpoint, error.reason)
+
+
+def _resolve(endpoint: str, host: str) -> str:
+    """The IPv4 address of a host: ggml knows no other kind, and looks it up without a time limit."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = f"the host {host!r} has no IPv4 address ({getattr(error, 'strerror', error)})"
+        raise RPCError(f"{endpoint}: {reason}", endpoint, reason) from None
+    return str(found[0][4][0])
+
+
+def _versions() -> tuple[int, int, int]:
+    names = (f"RPC_PROTO_{part}_VERSION" for part in ("MAJOR", "MINOR", "PATCH"))
+    major, minor, patch = (int(getattr(capi, name)) for name in names)
+    return major, minor, patch
+
+
+def _greet(endpoint: str, address: str, port: int, until: float) -> None:
+    """Ask what is there for its version: ggml would wait for ever, and abort over a wrong answer."""
+    ours = _versions()
+    # Capabilities of the transport came with version 4. A server of another version hangs up on a
+    # greeting that is too long or too short: it is asked in its own way then, for the message.
+    sizes = (24, 0) if ours[0] >= 4 else (0, 24)
+    found = None
+    reason = "it closes the connection instead of answering: it is no RPC server"
+    for size in sizes:
+        try:
+            found = _ask_version(address, port, size, until)
+        except ConnectionRefusedError:
+            reason = "nobody is there (connection refused)"
+        except TimeoutError as error:
+            reason = f"no answer to the greeting in time: {error}"
+        except ConnectionError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+        break
+    if found == ours:
+        return
+    if found is not None:
+        theirs, mine = (".".join(map(str, version)) for version in (found, ours))
+        reason = f"it speaks version {theirs} of ggml's RPC, and this ggml version {mine}"
+    raise RPCError(f"{endpoint}: {reason}", endpoint, reason)
+
+
+def _ask_version(address: str, port: int, size: int, until: float) -> tuple[int, int, int]:
+    """The version that a server tells; `size`: bytes that the greeting has."""
+    left = max(until - time.monotonic(), 0.001)
+    try:
+        link = socket.create_connection((address, port), left)
+    except TimeoutError:
+        raise TimeoutError("there is no connection") from None
+    with link:
+        link.sendall(struct.pack("<BQ", _HELLO, size) + bytes(size))
+        length = int.from_bytes(_receive(link, 8, until), "little")
+        if not 3 <= length <= 64:  # three numbers and, in time, more
+            raise ValueError("what it answers is no greeting: it is no RPC server")
+        major, minor, patch = _receive(link, length, until)[:3]
+    return major, minor, patch
+
+
+def _receive(link: socket.socket, size: int, until: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        link.settimeout(max(until - time.monotonic(), 0.001))
+        try:
+            more = link.recv(size - len(data))
+        except TimeoutError:
+            raise TimeoutError("it is no RPC server, or is busy with another client") from None
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data
+
+
+# ---- the other side
+
+
+class Server(Closing):
+    """Serves devices of this process to one client after the other, on a thread of its own.
+
+    `host` is an IPv4 address of this machine, `port` 0 for a free one; `address` tells which.
+    `devices`: devices or their names, by default the first CPU. `threads`: those that each CPU
+    computes with, by default all usable cores. `cache_dir`: a folder where large tensors are kept,
+    for the next time the same ones are sent.
+
+    Raises ValueError for an address that is not loopback, unless `allow_remote`: ggml's RPC has no
+    authentication, and its clients can read and write this process's memory. GGMLError where the
+    port cannot be had.
+
+    `close()` ends a client's connection between two of its messages; it waits until a computation
+    is over. ggml keeps the memory of the backends for the life of the process.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        devices: Sequence[Device | str] | None = None,
+        threads: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        *,
+        allow_remote: bool = False,
+    ) -> None:
+        _require_rpc()
+        _check_host(host, allow_remote)
+        if isinstance(port, bool) or not 0 <= operator.index(port) <= 65535:
+            raise ValueError(f"port is {port!r}, expected 0 to 65535")
+        if isinstance(devices, str) or (devices is not None and not devices):
+            raise ValueError(f"devices is {devices!r}, expected at least one device or name")
+        served = [device(d) if isinstance(d, str) else d for d in devices or ["CPU"]]
+        count = usable_cores() if threads is None else operator.index(threads)
+        if cache_dir is not None:
+            Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        self._stop, self._ready = os.eventfd(0), os.eventfd(0)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(f"{host}:{port}", cache_dir, count, served),
+            name=f"ggml rpc server {host}",
+            daemon=True,
+        )
+        self._thread.start()
+        found = os.eventfd_read(self._ready)
+        if found > 65535:
+            self._thread.join()
+            self.close()
+            reason = self._error or "the address or the port cannot be had"
+            raise GGMLError(f"cannot serve on {host}:{port}: {reason}") from self._error
+        self.host, self.port = host, found
+
+    @property
+    def address(self) -> str:
+        """Where it listens, "host:port"."""
+        return f"{self.host}:{self.port}"
+
+    def _serve(self, endpoint: str, cache_dir: Any, threads: int, served: Sequence[Device]) -> None:
+        try:
+            lib.ggml_cffi_net_serve(self._stop, self._ready)
+            handles = [item.handle for item in served]
+            capi.ggml_backend_rpc_start_server(endpoint, cache_dir, threads, handles)
+        except BaseException as error:
+            self._error = error
+        finally:
+            os.eventfd_write(self._ready, 1 << 32)  # in case nobody has been told
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has stopped, or for so many seconds; whether it has.
+
+        Raises what has made it stop, if that was an error.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it serves no more."""
+        return self._stop < 0
+
+    def close(self) -> None:
+        """Stop serving. Closing twice is fine."""
+        if self._stop < 0:
+            return
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        for descriptor in (self._stop, self._ready):
+            os.close(descriptor)
+        self._stop = -1
+
+    def __repr__(self) -> str:
+        return f"<Server {self.address}{' (closed)' * self.closed}>"
+
+
+def _check_host(host: str, allow_remote: bool) -> None:
+    if not isinstance(host, str):
+        raise TypeError(f"host is {host!r} ({type(host).__name__}), expected a str")
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ValueError(f"host is {host!r}, expected an IPv4 address, such as 127.0.0.1") from None
+    if not address.is_loopback and not allow_remote:
+        raise ValueError(
+            f"host is {host}, which others can reach: ggml's RPC has no authentication, and "
+            "whoever connects can read and write this process's memory. With allow_remote "
+            "(--allow-remote) it is served all the same"
+        )
+
+
+def serve(
+    endpoint: str,
+    devices: Sequence[Device | str] | None = None,
+    threads: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    allow_remote: bool = False,
+) -> None:
+    """Serve at ``endpoint``, "host:port", until it is interrupted; see `Server`."""
+    host, port = parse_endpoint(endpoint)
+    with Server(host, port, devices, threads, cache_dir, allow_remote=allow_remote) as server:
+        while not server.wait(1.0):  # a join without an end would take no signal
+            pass
+
+
+class LocalWorkers(Sequence[RemoteDevice], Closing):
+    """`n` workers on this machine, child processes that listen on loopback; a context manager.
+
+    A sequence of their devices, one CPU each, that computes with `threads` threads. The processes
+    end with `close()`, with the object, and with this process, however that ends.
+
+    Raises GGMLError for a worker that does not start within `timeout` seconds, with what it said.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        threads: int = 1,
+        *,
+        timeout: float = 60.0,
+        response_timeout: float = 300.0,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        _require_rpc()
+        if isinstance(n, bool) or operator.index(n) < 1:
+            raise ValueError(f"n is {n!r}, expected at least 1")
+        until = time.monotonic() + _seconds("timeout", timeout)
+        self._closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self.endpoints: list[str] = []
+        more = [] if cache_dir is None else ["--cache-dir", os.fspath(cache_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            __package__,
+            "rpc-server",
+            "--port",
+            "0",
+            "--device",
+            "CPU",
+        ]
+        command += ["--threads", str(operator.index(threads)), "--until-eof", *more]
+        try:
+            for _ in range(n):
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,  # closed with this process: that ends the worker
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    )
+                )
+            for process in self._processes:
+                self.endpoints.append(_first_line(process, until))
+            for endpoint in self.endpoints:
+                left = max(until - time.monotonic(), 1.0)
+                self._connections.append(connect(endpoint, left, response_timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """A connection for each worker."""
+        return tuple(self._connections)
+
+    @property
+    def processes(self) -> tuple[subprocess.Popen[bytes], ...]:
+        """The processes."""
+        return tuple(self._processes)
+
+    @property
+    def devices(self) -> tuple[RemoteDevice, ...]:
+        """All devices, in the order of the workers."""
+        return tuple(found for connection in self._connections for found in connection)
+
+    @overload
+    def __getitem__(self, index: int) -> RemoteDevice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RemoteDevice, ...]: ...
+    def __getitem__(self, index: int | slice) -> RemoteDevice | tuple[RemoteDevice, ...]:
+        return self.devices[index]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __iter__(self) -> Iterator[RemoteDevice]:
+        return iter(self.devices)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the processes have been ended."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close the connections and end the processes. Closing twice is fine."""
+        self._closed = True
+        steps: list[Callable[[], object]] = [c.close for c in self._connections]
+        steps += [lambda p=p: _end(p) for p in self._processes]  # type: ignore[misc]
+        _each(steps)
+
+    def __del__(self) -> None:
+        for process in getattr(self, "_processes", ()):
+            _end(process)
+
+
+def _first_line(process: subprocess.Popen[bytes], until: float) -> str:
+    """The address that a worker prints once it listens."""
+    assert process.stdout is not None and process.stderr is not None
+    line = b""
+    while not line.endswith(b"\n"):
+        left = until - time.monotonic()
+        ready, _, _ = select.select([process.stdout], [], [], max(left, 0))
+        if not ready:
+            raise GGMLError("a worker did not start in time")
+        byte = os.read(process.stdout.fileno(), 1)
+        if not byte:
+            said = process.stderr.read().decode(errors="replace").strip()
+            raise GGMLError(f"a worker did not start (status {process.wait()}): {said}")
+        line += byte
+    # nobody reads what it says from now on, and it must not wait for that
+    for stream in (process.stdout, process.stderr):
+        threading.Thread(target=_drain, args=(stream,), daemon=True).start()
+    return line.decode().strip()
+
+
+def _drain(stream: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it may be closed meanwhile
+        while stream.read(65536):
+            pass
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
