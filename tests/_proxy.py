@@ -25,7 +25,7 @@ class Proxy:
         self.target = host, int(port)
         self.to_worker, self.to_client = to_worker, to_client
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:{}".format(self.listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -70,12 +70,12 @@ class Proxy:
 
 
 class Speaker:
-    """Listens on loopback and says the same to whoever connects, or nothing, and then hangs up or not."""
+    """Listens on loopback and says the same to all who connect; then hangs up, or does not."""
 
     def __init__(self, words: bytes, hang_up: bool = True) -> None:
         self.words, self.hang_up = words, hang_up
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:{}".format(self.listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.clients: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 

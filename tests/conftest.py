@@ -2,9 +2,9 @@
 
 GGML_CFFI_CI=1: what a test needs and does not find is a failure, not a skip.
 A test says with `needs` (_release.py) what it needs of ggml that not every release has.
-GGML_CFFI_TEST_BACKEND=NAME: only tests that run on a backend of choice (fixtures `backend`, `target`
-and `n_devs`); _backends.py has the names. What passed, what the backend does not support and what a meta
-device refuses is counted apart.
+GGML_CFFI_TEST_BACKEND=NAME: only tests that run on a backend of choice (fixtures `backend`,
+`target` and `n_devs`); _backends.py has the names. What passed, what the backend does not support
+and what a meta device refuses is counted apart.
 """
 
 from __future__ import annotations

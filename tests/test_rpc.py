@@ -346,12 +346,13 @@ def test_garbage_instead_of_answers(workers: rpc.LocalWorkers, garbage: bytes) -
 @needs_rpc
 @pytest.mark.own_memory
 def test_a_worker_is_out_of_memory() -> None:
-    script = (
-        "import resource, sys; from ggml_cffi.__main__ import main;"
-        "import re; have = int(re.search(r'VmSize:\\s+(\\d+)', open('/proc/self/status').read())[1]);"
-        "limit = (have + (600 << 10)) << 10; resource.setrlimit(resource.RLIMIT_AS, (limit, limit));"
-        "sys.exit(main(['rpc-server', '--threads', '1']))"
-    )
+    script = """
+import re, resource, sys
+from ggml_cffi.__main__ import main
+have = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (have + (600 << 20),) * 2)
+sys.exit(main(["rpc-server", "--threads", "1"]))
+"""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -414,9 +415,13 @@ def test_ctrl_c_ends_a_wait_for_a_stopped_worker() -> None:
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         begin = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait() -> None:
             model.run()
             timer.join()  # it has come too late
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         assert time.monotonic() - begin < BOUND
         error = lost(model.run, workers.endpoints[0], 0.5)
         assert "interrupted" in error.reason
@@ -451,7 +456,7 @@ def test_threads_share_a_worker(workers: rpc.LocalWorkers) -> None:
 @needs_rpc
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = "127.0.0.1:{}".format(free.getsockname()[1])
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     assert "refused" in lost(lambda: rpc.connect(endpoint), endpoint, 1).reason
 
 
@@ -599,13 +604,13 @@ def test_the_command_ends_on_a_signal(number: signal.Signals) -> None:
 
 @needs_rpc
 def test_the_command_serves_several_devices() -> None:
-    with rpc_server("--device", "CPU", "--device", "CPU") as address:
-        with rpc.connect(address) as connection:
-            assert len(connection) == 2
-            for device in connection:
-                model = Model(device)
-                model.check()
-                model.close()
+    served = rpc_server("--device", "CPU", "--device", "CPU")
+    with served as address, rpc.connect(address) as connection:
+        assert len(connection) == 2
+        for device in connection:
+            model = Model(device)
+            model.check()
+            model.close()
 
 
 @needs_rpc

@@ -140,7 +140,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises ValueError for what is none, TypeError for no str."""
     if not isinstance(endpoint, str):
         raise TypeError(f"endpoint is {endpoint!r} ({type(endpoint).__name__}), expected a str")
-    host, colon, digits = endpoint.rpartition(":")
+    host, _, digits = endpoint.rpartition(":")
     good = host and ":" not in host and digits.isascii() and digits.isdigit()
     if not good or not 1 <= int(digits) <= 65535 or host != host.strip() or "\0" in host:
         raise ValueError(
@@ -172,7 +172,7 @@ def _named(error: RPCError, endpoint: str) -> RPCError:
 
 
 def _resolve(endpoint: str, host: str) -> str:
-    """The IPv4 address of a host: ggml knows no other kind, and looks it up without a time limit."""
+    """The IPv4 address of a host: ggml knows no other kind."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -188,7 +188,7 @@ def _versions() -> tuple[int, int, int]:
 
 
 def _greet(endpoint: str, address: str, port: int, until: float) -> None:
-    """Ask what is there for its version: ggml would wait for ever, and abort over a wrong answer."""
+    """Ask what is there for its version: ggml would wait for ever, and abort over nonsense."""
     ours = _versions()
     # Capabilities of the transport came with version 4. A server of another version hangs up on a
     # greeting that is too long or too short: it is asked in its own way then, for the message.
@@ -297,8 +297,9 @@ class Server(Closing):
         if found > 65535:
             self._thread.join()
             self.close()
-            reason = self._error or "the address or the port cannot be had"
-            raise GGMLError(f"cannot serve on {host}:{port}: {reason}") from self._error
+            error: BaseException | None = self._error  # set by the thread
+            reason = "the address or the port cannot be had" if error is None else str(error)
+            raise GGMLError(f"cannot serve on {host}:{port}: {reason}") from error
         self.host, self.port = host, found
 
     @property

@@ -46,7 +46,7 @@ class MetaDevice(Device, Closing):
 
     @property
     def handle(self) -> types.ggml_backend_device:
-        """The pointer, for `capi`. Raises ValueError once it is closed, or one of its devices is."""
+        """The pointer, for `capi`. Raises ValueError once it, or one of its devices, is closed."""
         if self._function.closed:
             raise ValueError("the MetaDevice is closed")
         for child in self._devices:
