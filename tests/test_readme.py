@@ -18,7 +18,7 @@ BLOCKS: list[tuple[str, str]] = BLOCK.findall(README)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 IN_DOCS = [
-    pytest.param(text, id=f"{page.stem}-{number}")
+    pytest.param(text, id=f"{page.stem}-{number}", marks=[pytest.mark.rpc] * ("rpc." in text))
     for page in DOCS
     for number, (language, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
     if language == "python"
@@ -82,7 +82,7 @@ def test_commands_are_those_of_the_program() -> None:
     from ggml_cffi.__main__ import _parsers
 
     _, commands = _parsers()
-    used = re.findall(r"python -m ggml_cffi (\w+)([^\n#]*)", README)
+    used = re.findall(r"python -m ggml_cffi ([\w-]+)([^\n#]*)", README)
     assert {name for name, _ in used} == set(commands)
     for name, rest in used:
         known = commands[name].format_help()

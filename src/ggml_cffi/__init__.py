@@ -20,6 +20,7 @@ from .errors import (
     GGUFError,
     NotSupportedError,
     OperandError,
+    RPCError,
     SplitError,
     StatusError,
     StatusMemoryError,
@@ -27,7 +28,7 @@ from .errors import (
 from .meta import MetaDevice, SplitAxis, SplitState, TensorInfo
 
 if TYPE_CHECKING:
-    from . import dtypes, gguf, meta, ops, quants, training
+    from . import dtypes, gguf, meta, ops, quants, rpc, training
     from .context import Context
     from .gguf import GGUFFile, GGUFWriter
     from .graph import Compiled, Graph
@@ -40,7 +41,7 @@ lib: Lib = _loader.lib
 __version__: str
 
 # Imported when asked for: `import ggml_cffi` is for those too who want capi alone.
-_MODULES = ("dtypes", "gguf", "meta", "ops", "quants", "training")
+_MODULES = ("dtypes", "gguf", "meta", "ops", "quants", "rpc", "training")
 _HOMES = {
     "Compiled": "graph",
     "Context": "context",
@@ -90,6 +91,7 @@ __all__ = [
     "MultiBuffer",
     "NotSupportedError",
     "OperandError",
+    "RPCError",
     "Scheduler",
     "SplitAxis",
     "SplitError",
@@ -114,5 +116,6 @@ __all__ = [
     "ops",
     "quantize",
     "quants",
+    "rpc",
     "training",
 ]
