@@ -119,7 +119,7 @@ def weights_that_a_device_has_no_room_for() -> None:
 class Cost(NamedTuple):
     """A site where ggml aborts, and the guard class of the function that is called.
 
-    `entries`: the tables that an abort leaves an entry in, of a file or of a buffer half made.
+    `entries`: the tables that an abort leaves an entry in, of a buffer half made.
     """
 
     guard: str
@@ -143,7 +143,7 @@ ABORTS = {
         Cost("throw", sum_along_the_cut),
         Cost("throw", copy_of_a_graph_without_memory),
         Cost("throw", optimiser_without_outputs),
-        Cost("throw", file_of_a_tensor_without_data, 100, ("/proc/self/fd",)),
+        Cost("throw", file_of_a_tensor_without_data, 100),
         Cost("throw", weights_that_a_device_has_no_room_for, 50, _OF_BUFFERS),
         Cost("nothrow", free_of_a_buffer),
         Cost("compute", operation_on_one_thread),
