@@ -77,9 +77,29 @@ inline bool data_in_host_memory(const ggml_tensor * t) {
     return t->data && (!buffer_of(t) || real_host_buffer(t));
 }
 
+// In memory of the CPU's that keeps weights in an order of its own: what is written is put in order, if
+// ggml has one for the weight, and nothing is read back.
+inline bool reordered(const ggml_tensor * t) {
+    ggml_backend_buffer_t buffer = buffer_of(t);
+    if (!buffer || ggml_backend_buffer_is_host(buffer)) {
+        return false;
+    }
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
+    return device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+inline bool is_put_in_order(const ggml_tensor * t) {
+    return !t->view_src && t->extra;
+}
+
+inline bool can_set(const ggml_tensor * t, size_t offset, size_t size) {
+    return !reordered(t) || (is_put_in_order(t) && offset == 0 && size == ggml_nbytes(t));
+}
+
 // ggml copies through an address wherever a buffer says that it is host memory.
 inline bool can_copy(const ggml_tensor * src, const ggml_tensor * dst) {
-    return src == dst || (!in_meta_buffer(src) && (!in_meta_buffer(dst) || real_host_buffer(src)));
+    return src == dst || (!in_meta_buffer(src) && (!in_meta_buffer(dst) || real_host_buffer(src)) &&
+                          !reordered(src) && (!reordered(dst) || is_put_in_order(dst)));
 }
 
 inline bool in_range(int64_t i, int64_t n) {

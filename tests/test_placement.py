@@ -15,6 +15,7 @@ from ggml_cffi import (
     GGUFWriter,
     Graph,
     Scheduler,
+    capi,
     device,
     diagnostics,
     ops,
@@ -200,3 +201,44 @@ def test_weights_of_other_contexts(ctx: Context) -> None:
         assert Graph(ops.mul_mat(w, x) + 1).compile("CPU")(x=X).shape == (5, 64)
         with pytest.raises(ValueError, match="GET_ROWS of the weight 'w'"):
             Graph(ops.get_rows(w, other.input(2, "i32", name="ids")) + 1).compile("CPU")
+
+
+def test_capi_neither_reads_it_nor_writes_a_part(ctx: Any) -> None:
+    """ggml would call functions that are not there, or write what no product understands."""
+    made, x = weight(ctx), ctx.from_numpy(X, name="x")
+    w = made.handle
+    ctx.allocate("CPU")
+    data = np.empty(capi.ggml_nbytes(w), np.uint8)
+    cpu = capi.ggml_backend_cpu_init()
+    refused = [
+        lambda: capi.ggml_backend_tensor_get(w, data, 0),
+        lambda: capi.ggml_backend_tensor_get_async(cpu, w, data, 0),
+        lambda: capi.ggml_backend_tensor_get_2d(w, data, 0, 18, 2, 36, 18),
+        lambda: capi.ggml_backend_tensor_set(w, data[:18], 0),
+        lambda: capi.ggml_backend_tensor_set(w, data[18:], 18),
+        lambda: capi.ggml_backend_tensor_set_async(cpu, w, data[:18], 0),
+        lambda: capi.ggml_backend_tensor_set_2d(w, data, 0, 18, 2, 36, 18),
+        lambda: capi.ggml_backend_tensor_memset(w, 0, 0, 18),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="order of its own"):
+            call()
+    other = ctx.from_numpy(W, name="other", dtype="q4_0")
+    ctx.allocate("CPU")
+    with pytest.raises(ValueError, match="can_copy"):
+        capi.ggml_backend_tensor_copy(w, other.handle)
+    capi.ggml_backend_tensor_copy(other.handle, w)  # whole, and put in order
+    with Graph(x @ made.T).compile("CPU") as compiled:
+        np.testing.assert_allclose(compiled(), X @ other.numpy().T, rtol=0.05, atol=0.5)
+    capi.ggml_backend_free(cpu)
+
+
+def test_a_weight_that_is_not_put_in_order_is_not_written_by_capi(ctx: Any) -> None:
+    kind = CPU.buffer_type(REPACK)
+    native = capi.ggml_init(mem_size=1 << 16, no_alloc=True)
+    plain = capi.ggml_new_tensor_2d(native, capi.GGML_TYPE_F32, 64, 2)
+    buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(native, kind)
+    with pytest.raises(ValueError, match="order of its own"):
+        capi.ggml_backend_tensor_set(plain, np.zeros((2, 64), np.float32), 0)
+    capi.ggml_backend_buffer_free(buffer)
+    capi.ggml_free(native)
