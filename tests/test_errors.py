@@ -62,7 +62,7 @@ def test_a_failed_status_raises(arena: Arena) -> None:
 def test_the_status_of_no_memory_is_a_memory_error() -> None:
     """A CPU backend never gets as far as to return it."""
     status = lib.GGML_STATUS_ALLOC_FAILED
-    error = _runtime.failed("ggml_backend_graph_compute", (), (0, -1, "", "", [], 0, status))
+    error = _runtime.failed("ggml_backend_graph_compute", (), (0, -1, "", "", [], 0, status, ""))
     assert type(error) is StatusMemoryError
     assert isinstance(error, MemoryError) and isinstance(error, StatusError)
     assert error.status == capi.GGML_STATUS_ALLOC_FAILED
