@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import quants as reference
 
-from ggml_cffi import capi, dtypes, quants
+from ggml_cffi import Context, Graph, capi, dtypes, lib, ops, quants
 from ggml_cffi.enums import ggml_type
 from ggml_cffi.errors import AbortError, NotSupportedError
 
@@ -78,10 +78,6 @@ def test_what_comes_back_is_near(kind: ggml_type) -> None:
     """A check against mixing up rows or blocks: each number against itself."""
     array = numbers(5, 768, seed=2)
     made = quants.quantize(array, kind, np.ones(768))
-    if kind not in BOTH_WAYS:
-        with pytest.raises(NotSupportedError, match=f"cannot convert {NAMES[kind]} to numbers"):
-            quants.dequantize(made, kind)
-        return
     back = quants.dequantize(made, kind)
     assert back.dtype == np.float32 and back.shape == array.shape
     bits = 8 * made.nbytes / array.size
@@ -89,16 +85,39 @@ def test_what_comes_back_is_near(kind: ggml_type) -> None:
     assert likeness > {1: 0.65, 2: 0.65, 3: 0.97, 4: 0.99}.get(int(bits), 0.997)
 
 
-def test_q8_1_and_q8_k_have_their_scales() -> None:
-    """They are a scale, sums and bytes, put together here: ``block_q8_1`` and ``block_q8_K``."""
-    array = numbers(2, 512, seed=3)
-    blocks = quants.quantize(array, "q8_1").reshape(-1, 36)
-    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    back = scale * blocks[:, 4:].view(np.int8)
-    assert np.abs(back.reshape(array.shape) - array).max() < 0.02
-    blocks = quants.quantize(array, "q8_K").reshape(-1, 292)
-    back = blocks[:, :4].copy().view(np.float32) * blocks[:, 4:260].view(np.int8)
-    assert np.abs(back.reshape(array.shape) - array).max() < 0.02
+@pytest.mark.parametrize(("name", "size", "scale"), [("q8_1", 36, "f2"), ("q8_K", 292, "f4")])
+def test_q8_1_and_q8_k_come_back(
+    name: str, size: int, scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml only multiplies with them: ``block_q8_1`` and ``block_q8_K``, taken apart here."""
+    monkeypatch.setattr(quants, "_CHUNK", 1024)
+    array = numbers(3, 2, 1024, seed=3)
+    made = quants.quantize(array, name)
+    blocks = made.reshape(-1, size)
+    begin, n = np.dtype(scale).itemsize * (2 if name == "q8_1" else 1), 32 if size == 36 else 256
+    scales = blocks[:, : np.dtype(scale).itemsize].copy().view(scale).astype(np.float32)
+    wanted = (scales * blocks[:, begin : begin + n].view(np.int8)).reshape(array.shape)
+    for threads in (1, 3):
+        np.testing.assert_array_equal(quants.dequantize(made, name, threads), wanted)
+    assert np.abs(wanted - array).max() < 0.02
+    assert quants.dequantize(made[:0], name).shape == (0, 2, 1024)
+    with pytest.raises(ValueError, match=f"multiple of {size}: the bytes of a block of {name}"):
+        quants.dequantize(made[..., 1:], name)
+
+
+@pytest.mark.parametrize(("name", "other"), [("q8_1", "q4_1"), ("q8_K", "q4_K")])
+def test_q8_1_and_q8_k_are_what_products_take(name: str, other: str, need: Any) -> None:
+    need(hasattr(lib, "ggml_get_type_traits_cpu"), "linkable CPU library")
+    w, x = numbers(1, 512, seed=5), numbers(1, 512, seed=6)
+    traits = capi.ggml_get_type_traits_cpu(dtypes.element_type(other))
+    assert traits.vec_dot_type == dtypes.element_type(name)
+    blocks, factors = quants.quantize(w, other), quants.quantize(x, name)
+    with Context() as ctx:
+        held = ctx.from_numpy(w, dtype=other)
+        ctx.allocate("CPU")
+        product = Graph(ops.mul_mat(held, ctx.input(x.shape, name="x"))).compile("CPU", 1)(x=x)
+    wanted = quants.dequantize(factors, name) @ quants.dequantize(blocks, other).T
+    np.testing.assert_allclose(product, wanted, rtol=1e-3, atol=5e-2)
 
 
 def test_against_the_gguf_package() -> None:

@@ -85,9 +85,11 @@ def dequantize(
     `data` has dtype uint8 and shape ``(..., bytes of a row)``, as `quantize` gives it. `threads`
     and `progress` are as there.
 
+    The numbers are those of ggml's ``to_float``; for q8_1 and q8_K, which ggml only multiplies
+    with, scale times integer, as its products take them.
+
     Raises ValueError for a shape that does not fit, TypeError for another dtype, and
-    NotSupportedError for the types that ggml cannot convert back (q8_1 and q8_K, which it only
-    multiplies with, and integers).
+    NotSupportedError for the types that are no numbers of blocks (integers).
     """
     kind = element_type(type)
     source = np.asarray(data)
@@ -103,13 +105,20 @@ def dequantize(
     n = size // traits.type_size * traits.blck_size
     rows = source.reshape(-1 if size else math.prod(source.shape[:-1]), size)
     result = np.empty((len(rows), n), np.float32)
-    if kind != capi.GGML_TYPE_F32 and not traits.to_float:
+    scaled = _SCALED.get(type_name(kind))
+    if scaled is not None and scaled.itemsize != traits.type_size:
+        scaled = None  # another release's layout
+    if kind != capi.GGML_TYPE_F32 and not traits.to_float and scaled is None:
         raise NotSupportedError(f"ggml cannot convert {type_name(kind)} to numbers")
 
     def work(start: int, stop: int) -> None:
         blocks = np.ascontiguousarray(rows[start:stop])
         if kind == capi.GGML_TYPE_F32:
             result[start:stop] = blocks.view(np.float32)
+        elif scaled is not None and not traits.to_float:
+            each = blocks.reshape(-1).view(scaled)
+            numbers = result[start:stop].reshape(len(each), -1)
+            np.multiply(each["d"][:, None].astype(np.float32), each["qs"], numbers)
         else:
             numbers = ffi.from_buffer("float[]", result[start:stop], require_writable=True)
             count = result[start:stop].size
@@ -119,6 +128,13 @@ def dequantize(
 
     _share_out(work, _chunks(len(rows), n, len(rows)), len(rows), threads, progress)
     return result.reshape(*source.shape[:-1], n)
+
+
+#: Blocks that are a scale and integers: ``block_q8_1`` and ``block_q8_K``.
+_SCALED = {
+    "q8_1": np.dtype([("d", "<f2"), ("s", "<f2"), ("qs", "i1", 32)]),
+    "q8_K": np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
+}
 
 
 # ---- what fits
