@@ -37,6 +37,7 @@ from .errors import GGMLError, NotSupportedError, RPCError
 
 __all__ = ["Connection", "LocalWorkers", "RemoteDevice", "Server", "connect", "serve"]
 
+_rpc: Any = capi  # with the functions of a header that not every build has
 _HELLO = 14  # the one command whose number never changes
 _MOST_SECONDS = 1_000_000.0
 _connecting = threading.Lock()
@@ -90,7 +91,7 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
             # until the worker is ours, it may serve somebody else, who came first
             lib.ggml_cffi_net_limits(limits, timeout, max(until - time.monotonic(), 0.001))
             try:
-                registry = capi.ggml_backend_rpc_add_server(name)
+                registry = _rpc.ggml_backend_rpc_add_server(name)
             except RPCError as error:
                 raise _named(error, self.endpoint) from None
             finally:
@@ -311,7 +312,7 @@ class Server(Closing):
         try:
             lib.ggml_cffi_net_serve(self._stop, self._ready)
             handles = [item.handle for item in served]
-            capi.ggml_backend_rpc_start_server(endpoint, cache_dir, threads, handles)
+            _rpc.ggml_backend_rpc_start_server(endpoint, cache_dir, threads, handles)
         except BaseException as error:
             self._error = error
         finally:
