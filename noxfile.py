@@ -52,12 +52,14 @@ VARIANTS = {
 
 #: The releases of ggml that the package is built and tested with: versions of libggml-python.
 RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post1")
-#: The tests of capi, of the guard and of the backend family.
+#: The tests of capi, of the guard, of the backend family and of the objects.
 ON_RELEASES = (
     *("capi", "overrides", "requirements", "callbacks", "nesting", "logs"),
     *("aborts", "errors", "limits", "plans"),
     *("family", "device", "async_events", "multi_buffer"),
     *("split_state", "latch", "meta_device", "meta_numeric"),
+    *("context", "tensor", "indexing", "operators", "graph", "scheduler"),
+    *("custom", "placement", "lifetimes", "quants", "gguf", "gguf_load", "gguf_writer"),
     *("training", "training_files"),
     *("info", "public_api"),
 )

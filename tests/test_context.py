@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _release import needs_meta
 
 from ggml_cffi import MetaDevice, SplitState, capi, device, diagnostics, ops
 from ggml_cffi.context import Context, place
@@ -132,6 +133,7 @@ def test_memory_that_cannot_be_had(ctx: Context) -> None:
     assert not small.has_memory  # nothing is half done
 
 
+@needs_meta
 def test_a_split_that_fails(ctx: Context) -> None:
     def split(info: Any, n: int) -> Any:
         raise RuntimeError("no idea")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from _release import needs_meta
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
@@ -235,6 +236,7 @@ def test_it_can_be_iterated_and_ends():
 # ---- a meta device
 
 
+@needs_meta
 def test_views_of_tensors_of_a_meta_device_in_a_graph():
     """Of a mirrored tensor, and of the axis along which another is not split."""
     w, x = NUMBERS[0, :4] / 120, NUMBERS[1, :3] / 120

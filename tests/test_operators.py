@@ -6,6 +6,7 @@ import operator
 
 import numpy as np
 import pytest
+from _release import needs_meta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,6 +224,7 @@ def test_operands_of_two_contexts():
     np.testing.assert_allclose(found, (numbers(3, 4, seed=1) @ w.numpy() + 1) * 2, 1e-5)
 
 
+@needs_meta
 def test_on_a_meta_device():
     w, x, b = numbers(8, 6), numbers(3, 6, seed=1), numbers(8, seed=2)
 

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from _release import require
 
 from ggml_cffi import MetaDevice, SplitState, capi, ops
 from ggml_cffi.context import Context
@@ -28,6 +29,7 @@ def ctx() -> Any:
 @pytest.fixture
 def spread() -> MetaDevice:
     """Two devices; each has part of the rows of what has several, all of the rest."""
+    require("ggml_backend_meta_device")
     return MetaDevice(
         ["CPU", "CPU"],
         lambda info, n: (
@@ -108,9 +110,11 @@ def test_quantised_tensors_are_copied(ctx: Context, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["host", "meta"])
-def test_any_array_is_written(ctx: Context, spread: Any, place: str, change: Any) -> None:
+def test_any_array_is_written(
+    ctx: Context, request: pytest.FixtureRequest, place: str, change: Any
+) -> None:
     tensor = ctx.tensor((4, 6))
-    ctx.allocate("CPU" if place == "host" else spread)
+    ctx.allocate("CPU" if place == "host" else request.getfixturevalue("spread"))
     given = change(numbers(4, 6))
     tensor.set(given)
     np.testing.assert_array_equal(tensor.numpy(), np.asarray(given, np.float32).reshape(4, 6))
