@@ -7,10 +7,23 @@ structs are those of ``dlpack.h``, versions 0.x and 1.x.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library that knows the protocol."""
+
+    def __dlpack__(self) -> object:
+        """The numbers, in a capsule."""
+        ...
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Where they are: DLPack's kind of device, and its number."""
+        ...
+
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
 _CPU = 1  # DLDeviceType

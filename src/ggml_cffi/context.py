@@ -23,6 +23,7 @@ from .dtypes import element_type, type_name, types_by_name
 from .enums import ggml_backend_buffer_usage, ggml_backend_dev_type, ggml_type
 
 if TYPE_CHECKING:
+    from ._dlpack import SupportsDLPack
     from .tensor import Tensor
 
 __all__ = ["Context"]
@@ -186,7 +187,7 @@ class Context(Owned[_Store]):
         self._pending[tensor._address] = numbers
         return tensor
 
-    def from_dlpack(self, source: Any, name: str | None = None) -> Tensor:
+    def from_dlpack(self, source: SupportsDLPack, name: str | None = None) -> Tensor:
         """A tensor with the numbers of an array of another library, by the DLPack protocol.
 
         It has them once it has memory, as with `from_numpy`; bfloat16 too. Raises TypeError for

@@ -152,7 +152,13 @@ class GGUFWriter(Closing):
             raise TypeError(f"tensor {name!r} has dtype {array.dtype}, expected real numbers")
         self._plan(name, kind, array.shape, _of_array(array, kind, imatrix))
 
-    def add_raw(self, name: str, data: Any, type: object, shape: int | Sequence[int]) -> None:
+    def add_raw(
+        self,
+        name: str,
+        data: bytes | bytearray | memoryview | npt.NDArray[Any],
+        type: object,
+        shape: int | Sequence[int],
+    ) -> None:
         """Add a tensor of `type` and NumPy's `shape` by its bytes, any contiguous buffer.
 
         Raises ValueError where `data` has another number of bytes, and as `add_tensor` does.
@@ -160,7 +166,8 @@ class GGUFWriter(Closing):
         axes = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         if any(n < 0 for n in axes):
             raise ValueError(f"tensor {name!r}: shape is {axes}, expected 0 or more")
-        given = memoryview(data)
+        buffer: Any = data  # NumPy's arrays are buffers, which their types do not say
+        given = memoryview(buffer)
         kind = element_type(type)
         wanted = _nbytes(name, kind, axes)
         if given.nbytes != wanted:
