@@ -26,7 +26,7 @@ from ggml_cffi.errors import GGMLError, NotSupportedError, RPCError
 from ggml_cffi.graph import Graph
 
 needs_rpc = pytest.mark.rpc
-PATIENCE = 2.0  # seconds that an answer may take
+PATIENCE = 4.0  # seconds that an answer may take
 BOUND = 3 * PATIENCE  # within which every fault is an exception
 
 
