@@ -155,7 +155,9 @@ class OnScheduler:
         self.scheduler = scheduler
         self.lock: threading.RLock = scheduler._lock
         self.done: bool = False
-        self.assign = {address(tensor): backend for tensor, backend in assign.items()}
+        self.assign: dict[int, Backend] = {
+            address(tensor): backend for tensor, backend in assign.items()
+        }
         self.handle: types.ggml_backend_sched = capi.ggml_backend_sched_new(
             [one.handle for one in scheduler.backends],
             scheduler._buffer_types,
