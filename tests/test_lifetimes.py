@@ -31,6 +31,7 @@ from ggml_cffi import (
     ops,
 )
 from ggml_cffi._handles import Closing
+from ggml_cffi.training import SGD, Trainer
 
 CPU = device("CPU")
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -350,3 +351,115 @@ def test_what_is_being_run_stays_open() -> None:
     assert len(told) == 3 and not made.closed
     made.close()
     ctx.close()
+
+
+def test_nothing_is_made_of_what_is_closed() -> None:
+    """It has been freed: who needs it then would free it once more."""
+    with Context() as ctx, Backend(CPU, 1) as backend, Scheduler([backend]) as scheduler:
+        w = ctx.from_numpy(W, name="w")
+        ctx.allocate(CPU)
+        graph = Graph(w @ w.T)
+        scheduler.close()
+        with pytest.raises(ValueError, match="the Scheduler is closed"):
+            graph.compile(scheduler)
+        backend.close()
+        for make in (lambda: graph.compile(backend), lambda: Scheduler([backend])):
+            with pytest.raises(ValueError, match="the Backend is closed"):
+                make()
+        ctx.close()
+        for use in (lambda: graph.compile(CPU, 1), lambda: graph.n_nodes, graph.to_dot):
+            with pytest.raises(ValueError, match="Context is closed"):
+                use()
+        with Context() as other, pytest.raises(ValueError, match="Context is closed"):
+            ops.add(other.input((3, 3), name="x"), graph.outputs[0])
+
+
+class ClosesWhenAsked(dict[Any, Any]):
+    """A mapping whose items, which compiling asks for, are not there before a context is closed."""
+
+    def __init__(self, close: Any) -> None:
+        super().__init__({None: None})
+        self.close = close
+
+    def items(self) -> Any:
+        self.close()
+        return ()
+
+
+def test_a_context_that_is_closed_while_a_graph_is_compiled() -> None:
+    """The graph stays as it is compiled, and so does the memory that it needs."""
+    told = []
+
+    def close() -> None:
+        with pytest.raises(ValueError, match="is being compiled, and stays open") as caught:
+            ctx.close()
+        told.append(caught.value)
+
+    ctx = Context()
+    w = ctx.from_numpy(W, name="w")
+    ctx.allocate(CPU)
+    y = w
+    for _ in range(1000):
+        y = y + w
+    with Backend(CPU, 1) as backend, Scheduler([backend]) as scheduler:
+        made = Graph(y).compile(scheduler, assign=ClosesWhenAsked(close))
+        assert told and ctx.closed
+        np.testing.assert_array_equal(made(), 1001 * W)
+
+
+@pytest.mark.parametrize("make", ["compile", "look", "train"])
+def test_a_context_that_another_thread_closes_meanwhile(make: str) -> None:
+    """What is made of it is made, or it is closed; nothing worse."""
+
+    def use() -> None:
+        begun.wait(30)
+        try:
+            while True:
+                if make == "compile":
+                    with Graph(y).compile(CPU, 1) as made:
+                        np.testing.assert_array_equal(made(), 61 * W)
+                elif make == "train":
+                    x = ctx.input((2, 4), name="x")
+                    Trainer(x, x @ w.T, "sum", SGD(), n_threads=1).close()
+                else:
+                    assert len(Graph(y).tensors) == 1 + Graph(y).n_nodes
+                    Graph(y).to_dot()
+        except ValueError as error:
+            errors.append(str(error))
+        except BaseException as error:
+            errors.append(repr(error))
+
+    for _ in range(10):
+        ctx, errors, begun = Context(), [], threading.Barrier(3)
+        y = w = ctx.from_numpy(W, name="w")
+        ctx.allocate(CPU)
+        for _ in range(60):
+            y = y + w
+        threads = [threading.Thread(target=use) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        begun.wait(30)
+        while not ctx.closed:
+            with contextlib.suppress(ValueError):  # one is being compiled
+                ctx.close()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert len(errors) == 2 and all("Context is closed" in text for text in errors), errors
+
+
+def test_a_run_within_a_run_leaves_the_inputs_of_that_as_they_are() -> None:
+    with Context() as ctx:
+        x = ctx.input((2, 4), name="x")
+        told = []
+
+        def again(result: Any, a: Any) -> None:
+            result[...] = a
+            with pytest.raises(ValueError, match="is being run") as caught:
+                made(x=np.full((2, 4), 100))
+            told.append(caught.value)
+
+        made = Graph(ops.custom(again, x) + x).compile(CPU, n_threads=1)
+        for _ in range(2):
+            np.testing.assert_array_equal(made(x=X), 2 * X)
+        assert len(told) == 2

@@ -753,6 +753,58 @@ def test_closed_in_a_callback(ctx: Context) -> None:
     assert made.closed
 
 
+def test_closing_what_another_thread_trains_does_not_wait_for_it(ctx: Context) -> None:
+    """Each would wait for the other where the trainer comes to use its weights."""
+    network = Network(ctx)
+    made = trainer(network)
+    refused: list[str] = []
+
+    def close() -> None:
+        for one in (made, ctx):
+            try:
+                one.close()
+            except ValueError as error:
+                refused.append(str(error))
+
+    def elsewhere(epoch: int, numbers: Any) -> bool:
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        return False
+
+    made.fit(Dataset(X, CLASSES), 2, on_epoch=elsewhere)
+    assert refused == ["the Trainer is in use: it stays open"] * 2
+    assert not made.closed and made.epochs == 1
+    made.close()
+
+
+def test_what_it_computes_cannot_use_it(ctx: Context, tmp_path: Path) -> None:
+    """It would compute with other weights and inputs from there on."""
+    refused: set[str] = set()
+    file = tmp_path / "weights.gguf"
+
+    def use(out: Any, x: Any) -> None:
+        out[...] = x
+        if not file.exists():
+            return
+        for again in (
+            lambda: made.predict(X),
+            lambda: made.fit(Dataset(X, CLASSES)),
+            lambda: made.load(file),
+        ):
+            with pytest.raises(ValueError, match="the Trainer computes") as caught:
+                again()
+            refused.add(str(caught.value))
+
+    made = trainer(Network(ctx, between=lambda x: ops.custom(use, x)))
+    expected = made.predict(X)
+    made.save(file)
+    np.testing.assert_array_equal(made.predict(X), expected)
+    made.fit(Dataset(X, CLASSES))
+    assert len(refused) == 1
+
+
 # ---- the bar
 
 

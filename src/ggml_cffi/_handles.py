@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -146,9 +146,12 @@ class _Resource:
         self.free: Callable[[Any], object] | None = free
         self.pid = os.getpid()
         self.users = 1
-        self.parents = [item._resource for item in keep if isinstance(item, Owned)]
+        owned = [item for item in keep if isinstance(item, Owned)]
+        self.parents = [item._resource for item in owned]
         self.keep = [item for item in keep if not isinstance(item, Owned)]
         with _lock:
+            for item in owned:
+                item._check_open()  # what has no user any more has been freed
             for parent in self.parents:
                 parent.users += 1
 
@@ -208,6 +211,24 @@ class Loans:
                 resource.users -= 1
                 return
         _collected(resource)
+
+
+@contextlib.contextmanager
+def holding(owners: Iterable[Owned[Any]]) -> Iterator[None]:
+    """Whoever closes one of these meanwhile, they are freed only after that.
+
+    Raises ValueError for what is closed.
+    """
+    held: list[_Resource] = []
+    try:
+        with _lock:
+            for one in owners:
+                one._check_open()
+                one._resource.users += 1
+                held.append(one._resource)
+        yield
+    finally:
+        _each([resource.drop for resource in held])
 
 
 def renew_after_fork(module: dict[str, Any], *locks: str) -> None:
@@ -271,7 +292,7 @@ class Owned(Closing, Generic[_Handle]):
     """Something of ggml that belongs to this object: `free(handle)` is called once.
 
     `keep` are the objects that it needs: they are freed after it, and closing one of them closes
-    this one first.
+    this one first. Raises ValueError where one of them is closed: then nothing is taken over.
 
     If `free` raises, as it does where ggml aborts while it frees something, the object is closed
     all the same, and what it stands for is lost: never freed, nor is what it needs. `close()`
@@ -299,8 +320,7 @@ class Owned(Closing, Generic[_Handle]):
 
         Raises ValueError once the object is closed, and RuntimeError after a fork, in the child.
         """
-        if self.closed:
-            raise ValueError(f"the {type(self).__name__} {self._gone()}")
+        self._check_open()
         _check_process(self, self._resource.pid)
         handle: _Handle = self._resource.handle
         return handle
@@ -308,6 +328,7 @@ class Owned(Closing, Generic[_Handle]):
     def _depend_on(self, parent: Owned[Any]) -> None:
         """Need one more object, as if it were among `keep`; it must not need this one."""
         with _lock:
+            parent._check_open()
             self._resource.parents.append(parent._resource)
             parent._resource.users += 1
         parent._children.add(self)
@@ -316,6 +337,10 @@ class Owned(Closing, Generic[_Handle]):
     def closed(self) -> bool:
         """Whether the object is closed, and cannot be used any more."""
         return not self._finalizer.alive
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"the {type(self).__name__} {self._gone()}")
 
     def close(self) -> None:
         """Free it, and before that all that depends on it. Closing twice is fine.

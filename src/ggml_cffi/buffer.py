@@ -28,16 +28,21 @@ class Buffer(Owned[types.ggml_backend_buffer]):
     """Memory of a device, freed with this object.
 
     Takes over the pointer that `capi.ggml_backend_alloc_ctx_tensors` and its like return; `keep` is
-    kept alive until it is freed. Raises TypeError for anything else and ValueError for None, NULL
-    and a buffer that belongs to another Buffer. Whether ggml has freed what a pointer points to
-    nobody knows: one that is stale must not come here, nor to `capi`.
+    kept alive until it is freed. Raises TypeError for anything else and ValueError for None, NULL,
+    a buffer that belongs to another Buffer and `keep` that is closed. Whether ggml has freed what a
+    pointer points to nobody knows: one that is stale must not come here, nor to `capi`.
     """
 
     def __init__(self, handle: types.ggml_backend_buffer, *, keep: tuple[object, ...] = ()) -> None:
         pointer = raw(handle, BUFFER, "Buffer: handle")
         self._parent: weakref.ref[MultiBuffer] | None = None
         self._addresses = _take(pointer)
-        super().__init__(pointer, functools.partial(_free, self._addresses), keep)
+        try:
+            super().__init__(pointer, functools.partial(_free, self._addresses), keep)
+        except ValueError:  # one of `keep` is closed
+            with _lock:
+                _taken.difference_update(self._addresses)
+            raise
 
     @property
     def size(self) -> int:

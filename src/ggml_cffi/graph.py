@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from . import capi
 from ._copies import copy, graph_of
-from ._handles import Loans, Owned, address, in_use
+from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi, lib
 from ._memory import raises_memory_error
 from ._placement import check_uses
@@ -63,23 +64,27 @@ class Graph:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the outputs are made from, and they, each after its operands."""
-        return [self._tensor(handle) for handle in self._order()]
+        with self._open():
+            return [self._tensor(handle) for handle in self._order()]
 
     @property
     def nodes(self) -> list[Tensor]:
         """The results among `tensors`."""
-        return [t for t in self.tensors if t.op != ggml_op.GGML_OP_NONE]
+        with self._open():
+            return [t for t in self.tensors if t.op != ggml_op.GGML_OP_NONE]
 
     @property
     def n_nodes(self) -> int:
         """The number of `nodes`, without an object for each."""
-        n: int = lib.ggml_cffi_n_nodes(self._handles(), len(self._named))
-        return n
+        with self._open():
+            n: int = lib.ggml_cffi_n_nodes(self._handles(), len(self._named))
+            return n
 
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that a run needs numbers of."""
-        return [t for t in self.tensors if self._is_input(t) and self._constant(t) is None]
+        with self._open():
+            return [t for t in self.tensors if self._is_input(t) and self._constant(t) is None]
 
     def compile(
         self,
@@ -110,19 +115,25 @@ class Graph:
         """
         from ._drawing import to_dot
 
-        return to_dot(self.tensors, self.inputs, self._named)
+        with self._open():
+            return to_dot(self.tensors, self.inputs, self._named)
 
     def _repr_svg_(self) -> str | None:
         from ._drawing import to_svg
 
         return to_svg(self.to_dot())
 
+    def _open(self) -> contextlib.AbstractContextManager[None]:
+        """While what it is made of stays, should another thread close the contexts."""
+        return holding(self._contexts)
+
     def _order(self) -> list[types.ggml_tensor]:
-        outputs = self._handles()
-        count = lib.ggml_cffi_order(outputs, len(self._named), ffi.NULL, 0)
-        order = ffi.new("struct ggml_tensor *[]", count)
-        lib.ggml_cffi_order(outputs, len(self._named), order, count)
-        return list(order)
+        with self._open():
+            outputs = self._handles()
+            count = lib.ggml_cffi_order(outputs, len(self._named), ffi.NULL, 0)
+            order = ffi.new("struct ggml_tensor *[]", count)
+            lib.ggml_cffi_order(outputs, len(self._named), order, count)
+            return list(order)
 
     def _handles(self) -> Any:
         return ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
@@ -285,37 +296,48 @@ class Compiled(Owned[_Store]):
             fresh = isinstance(target.device, MetaDevice)
         if not fresh:
             needed = (*needed, target)
-        super().__init__(store, _Store.free, needed)
         self._lock = threading.RLock()
-        self._lent = Loans(self._resource)
-        self._running = False
+        self._doing = "compiled"  # what it must stay open for
         self._single = graph._single
         self._kept = set(keep)
         self._written: set[str] = set()
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
-        try:
-            where = target.device if isinstance(target, Backend) else target
-            self._copy(store, graph, isinstance(where, MetaDevice))
-            if any(one._reordered for one in reachable(graph._contexts)):
-                self._check_weights(target)
-            if all(capi.ggml_is_empty(one) for one in self._tensors):
-                store.memory = _OfNothing()
-            elif isinstance(target, Scheduler):
-                store.memory = OnScheduler(
-                    target, len(self._tensors) + 1, self._pinned(assign or {})
-                )
-            elif isinstance(target, Backend) and not fresh:
-                store.memory = _OnBackend(target, own=False)
-            else:
-                assert isinstance(where, Device)
-                store.memory = _OnBackend(Backend(where, n_threads), own=True)
-            self._memory = store.memory
-            with self._memory.lock:
-                self._allocate()
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:  # who closes what it needs finds it in use, from here on
+            super().__init__(store, _Store.free, needed)
+            self._lent = Loans(self._resource)
+            try:
+                self._build(store, graph, target, n_threads, assign or {})
+            except BaseException:
+                self._doing = ""
+                self.close()
+                raise
+            self._doing = ""
+
+    def _build(
+        self,
+        store: _Store,
+        graph: Graph,
+        target: Device | Backend | Scheduler,
+        n_threads: int | None,
+        assign: Mapping[Tensor, Backend],
+    ) -> None:
+        where = target.device if isinstance(target, Backend) else target
+        self._copy(store, graph, isinstance(where, MetaDevice))
+        if any(one._reordered for one in reachable(graph._contexts)):
+            self._check_weights(target)
+        if all(capi.ggml_is_empty(one) for one in self._tensors):
+            store.memory = _OfNothing()
+        elif isinstance(target, Scheduler):
+            store.memory = OnScheduler(target, len(self._tensors) + 1, self._pinned(assign))
+        elif isinstance(target, Backend) and not isinstance(where, MetaDevice):
+            store.memory = _OnBackend(target, own=False)
+        else:
+            assert isinstance(where, Device)
+            store.memory = _OnBackend(Backend(where, n_threads), own=True)
+        self._memory = store.memory
+        with self._memory.lock:
+            self._allocate()
 
     def _copy(self, store: _Store, graph: Graph, on_meta: bool) -> None:
         """The graph's tensors once more, but those with memory, in a context of its own."""
@@ -438,21 +460,23 @@ class Compiled(Owned[_Store]):
         self.handle  # noqa: B018 # raises where it is closed
         with self._memory.lock, self._lock:
             self.handle  # noqa: B018 # nobody has closed it meanwhile
-            self._allocate()
-            self._write(inputs)
-            self._running = True
+            if self._doing:  # before the inputs of that are written over
+                raise ValueError(f"{self!r} is being {self._doing}: not once more within that")
+            self._doing = "run"
             try:
+                self._allocate()
+                self._write(inputs)
                 self._memory.compute(self)
             finally:
-                self._running = False
+                self._doing = ""
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
 
     def _close(self) -> None:
         # to wait would be for ever in what is called from the run, on whatever thread
         free = self._lock.acquire(blocking=False)
         try:
-            if (not free or self._running) and not self.closed:
-                raise ValueError(f"{self!r} is being run, and stays open")
+            if (not free or self._doing) and not self.closed:
+                raise ValueError(f"{self!r} is being {self._doing or 'run'}, and stays open")
             super()._close()
         finally:
             if free:

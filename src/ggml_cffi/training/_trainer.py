@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import capi
-from .._handles import Owned
+from .._handles import Owned, holding
 from ..backend import Backend
 from ..capi import types
 from ..device import Device
@@ -83,7 +83,7 @@ class Trainer(Owned[_Store]):
 
     ggml has room for 2,048 results, gradients and steps together, and none for training on a meta
     device. Closing a trainer leaves the weights as they are. Several threads may use one: each
-    waits for the others.
+    waits for the others. While one does, closing it from another raises ValueError.
 
     Raises ValueError for tensors that are not as above and for a parameter that `outputs` are not
     made from, NotSupportedError for a meta device, for an operation that ggml has no gradient of
@@ -106,29 +106,29 @@ class Trainer(Owned[_Store]):
             raise TypeError(f"optimizer is {optimizer!r}, expected an AdamW or an SGD")
         kind = Loss(loss)
         graph = graph_of(inputs, outputs)
-        chosen = parameters_of(graph, parameters)
-        seed = count("seed", seed, 0)
-        scheduler, own = scheduler_for(target, n_threads)
-        store = _Store()
-        store.own = own
-        super().__init__(store, _Store.free, (*graph._contexts, scheduler))
-        self._lock = store.lock
-        self._names = [one.name for one in chosen]  # ggml names those of a graph that have none
-        self._model = Model(inputs, outputs, chosen, kind, optimizer)
-        self._width = outputs.shape[1]
-        self._dtype = inputs.dtype
-        self._batch = inputs.shape[0]
-        self._scheduler = scheduler
-        self._seed = seed
-        self._steps = self._epochs = 0
-        self._moments: dict[int, Moments] = {}
-        self._busy = False
-        self.history: dict[str, list[float]] = {}
-        try:
-            self._engine(1)
-        except BaseException:
-            self.close()
-            raise
+        with holding(graph._contexts):
+            chosen = parameters_of(graph, parameters)
+            self._model = Model(inputs, outputs, chosen, kind, optimizer)
+            self._names = [one.name for one in chosen]  # ggml names those of a graph without one
+            self._width = outputs.shape[1]
+            self._dtype = inputs.dtype
+            self._batch = inputs.shape[0]
+            self._seed = count("seed", seed, 0)
+            self._steps = self._epochs = 0
+            self._moments: dict[int, Moments] = {}
+            self._busy = False
+            self.history: dict[str, list[float]] = {}
+            store = _Store()
+            self._lock = store.lock
+            self._scheduler, store.own = scheduler_for(target, n_threads)
+            with self._lock:  # who closes what it needs finds it in use, from here on
+                super().__init__(store, _Store.free, (*graph._contexts, self._scheduler))
+                try:
+                    with self._computing():
+                        self._engine(1)
+                except BaseException:
+                    self.close()
+                    raise
 
     # ---- what it is
 
@@ -414,6 +414,8 @@ class Trainer(Owned[_Store]):
         self.handle  # noqa: B018 # before the lock, which a fork may have copied as it was held
         with self._lock:
             self.handle  # noqa: B018 # another thread may have closed it meanwhile
+            if self._busy:
+                raise ValueError("the Trainer computes: what is called from there cannot use it")
             yield
 
     @contextlib.contextmanager
@@ -426,11 +428,17 @@ class Trainer(Owned[_Store]):
             self._busy = False
 
     def _close(self) -> None:
-        """What is called by a computation of its own cannot close it; other threads wait."""
-        with self._lock:
-            if self._busy:
-                raise ValueError("the Trainer computes: it stays open")
+        # to wait would be for ever where who uses it waits for a lock of who closes it
+        free = self._lock.acquire(blocking=False)
+        try:
+            if (not free or self._busy) and not self.closed:
+                raise ValueError(
+                    f"the Trainer {'computes' if free else 'is in use'}: it stays open"
+                )
             super()._close()
+        finally:
+            if free:
+                self._lock.release()
 
     # ---- checks
 
