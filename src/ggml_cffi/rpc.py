@@ -79,9 +79,9 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
         until = time.monotonic() + timeout
         address = _resolve(endpoint, host)
         _greet(endpoint, address, port, until)
-        self.endpoint = f"{host}:{port}"
-        self.timeout = timeout
-        self.response_timeout = response_timeout
+        self.endpoint: str = f"{host}:{port}"
+        self.timeout: float = timeout
+        self.response_timeout: float = response_timeout
         # Its name is its own: ggml gives the socket of a name to whoever asks for it, a dead one
         # as well, and reads the port up to the first character that is no digit.
         number = next(_numbers)
@@ -301,7 +301,8 @@ class Server(Closing):
             error: BaseException | None = self._error  # set by the thread
             reason = "the address or the port cannot be had" if error is None else str(error)
             raise GGMLError(f"cannot serve on {host}:{port}: {reason}") from error
-        self.host, self.port = host, found
+        self.host: str = host
+        self.port: int = found
 
     @property
     def address(self) -> str:
