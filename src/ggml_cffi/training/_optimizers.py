@@ -13,7 +13,7 @@ from ..enums import ggml_opt_optimizer_type
 
 __all__ = ["SGD", "AdamW", "Optimizer", "Schedule"]
 
-Schedule: TypeAlias = "float | Callable[[int], float]"
+Schedule: TypeAlias = float | Callable[[int], float]
 """A learning rate, or a function that gives it for a step; the first one is step 0."""
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -102,7 +102,7 @@ class SGD:
         return {"sgd": {"alpha": rate, "wd": self.weight_decay}}
 
 
-Optimizer: TypeAlias = "AdamW | SGD"
+Optimizer: TypeAlias = AdamW | SGD
 """What a `Trainer` takes."""
 
 
@@ -115,7 +115,7 @@ def _check(name: str, value: Any, most: float = math.inf, below: bool = False) -
     return float(value)
 
 
-def _check_rate(rate: object) -> None:
+def _check_rate(rate: Schedule) -> None:
     if not callable(rate):
         _check("learning_rate", rate)
 
