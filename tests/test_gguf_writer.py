@@ -282,6 +282,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         (TypeError, "dtype <U1", lambda: writer.add_tensor("a", "x", "f32")),
         (ValueError, "for NumPy's uint8", lambda: writer.add_tensor("a", np.zeros(3, "u1"))),
         (TypeError, "which i8 cannot hold", lambda: writer.add_tensor("a", good, "i8")),
+        (OverflowError, "has -129, which", lambda: writer.add_tensor("a", [0, -129], "i8")),
+        (OverflowError, "has 70000, which", lambda: writer.add_tensor("a", [70000], "f16")),
         (ValueError, "has 3 bytes, expected 4", lambda: writer.add_raw("a", b"123", "f32", [1])),
         (ValueError, "expected 0 or more", lambda: writer.add_raw("a", b"", "f32", [-1])),
         (ValueError, "is no type of ggml's", lambda: writer.add_raw("a", b"", "q9", [1])),

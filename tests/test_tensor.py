@@ -146,6 +146,57 @@ def test_casting(ctx: Context) -> None:
     np.testing.assert_array_equal(tensor.numpy(), [1, 2, 3])
 
 
+BEYOND = [
+    ("i32", np.array([1, 2**32 + 3]), 2**32 + 3),
+    ("i32", np.array([-(2**40), 1]), -(2**40)),
+    ("i32", np.array([1, 2**31], ">u4"), 2**31),
+    ("i64", np.array([2**63, 1], np.uint64), 2**63),
+    ("i16", np.array([40000, 1], np.uint16), 40000),
+    ("i8", np.array([255, 1], np.uint8), 255),
+    ("i8", np.array([1, -129], np.int16), -129),
+    ("f16", np.array([1, 70000]), 70000),
+]
+
+
+@pytest.mark.parametrize(("kind", "numbers", "wrong"), BEYOND, ids=str)
+def test_integers_out_of_range_are_refused(kind: str, numbers: Any, wrong: int) -> None:
+    """They would wrap, or be infinite: another row of a table than the one that was meant."""
+    with Context() as ctx:
+        tensor = ctx.tensor(2, kind)
+        x = ctx.input(2, kind, name="x")
+        ctx.allocate("CPU")
+        tensor.set([5, 6])
+        made = Graph(ops.cont(x)).compile("CPU", 1) if kind in ("i32", "f16") else None
+        for give in (
+            lambda: tensor.set(numbers),
+            lambda: ctx.from_numpy(numbers, dtype=kind),
+            *([lambda: made(x=numbers)] if made is not None else []),
+        ):
+            with pytest.raises(OverflowError, match=f"has {wrong}, which .* cannot hold"):
+                give()
+        np.testing.assert_array_equal(tensor.numpy(), [5, 6])
+
+
+@pytest.mark.parametrize("kind", ["i8", "i16", "i32", "i64"])
+@pytest.mark.parametrize("given", [np.uint8, np.int16, np.uint16, np.int64, np.uint64])
+def test_integers_that_fit_are_converted(ctx: Context, kind: str, given: Any) -> None:
+    tensor = ctx.tensor(2, kind)
+    ctx.allocate("CPU")
+    both = np.iinfo(tensor.dtype), np.iinfo(given)
+    numbers = [max(one.min for one in both), min(one.max for one in both)]
+    tensor.set(np.array(numbers, given))
+    assert tensor.numpy().tolist() == numbers
+    tensor.set(np.array([2**70 % 251, 300]), casting="unsafe")
+    np.testing.assert_array_equal(tensor.numpy(), np.array([2**70 % 251, 300]).astype(tensor.dtype))
+
+
+def test_bfloat16_does_not_become_integers(ctx: Context) -> None:
+    tensor = ctx.tensor(2, "i32")
+    ctx.allocate("CPU")
+    with pytest.raises(TypeError, match="bfloat16, which cannot be cast to int32"):
+        tensor.set(np.array([1.5, 2], ml_dtypes.bfloat16))
+
+
 def test_no_memory(ctx: Context) -> None:
     x = ctx.input(3, name="x")
     y = ops.sqr(x)

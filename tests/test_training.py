@@ -289,6 +289,14 @@ def test_indices_as_data(ctx: Context) -> None:
         assert (table.numpy()[3] == 0).all()
         with pytest.raises(IndexError, match=r"index 4 .* 0 \.\.\. 3"):
             made.fit(Dataset(np.int32([0, 4]), [0, 1]))
+        far = np.array([0, 1, 2, 2**32 + 3])  # the last of them is no 3
+        for use in (
+            lambda: made.fit(Dataset(far, [0, 1, 2, 0])),
+            lambda: made.evaluate(Dataset(far, [0, 1, 2, 0])),
+            lambda: made.predict(far),
+        ):
+            with pytest.raises(OverflowError, match=f"has {2**32 + 3}, which int32 of .* cannot"):
+                use()
         made.fit(Dataset(np.int32([0, 1]), [0, 1]))
 
 

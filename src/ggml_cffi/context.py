@@ -179,7 +179,7 @@ class Context(Owned[_Store]):
         `dtype` is the array's by default; numbers are converted, and quantised, as `Tensor.set`
         does. The array is not copied before: do not change it until then.
 
-        Raises ValueError and TypeError as `tensor` and `Tensor.set` do.
+        Raises ValueError, TypeError and OverflowError as `tensor` and `Tensor.set` do.
         """
         numbers = np.asarray(array)
         tensor = self.tensor(numbers.shape, numbers.dtype if dtype is None else dtype, name)

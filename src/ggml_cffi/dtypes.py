@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import capi
 from .enums import ggml_type
@@ -57,7 +58,7 @@ def element_type(value: object) -> ggml_type:
             f"{value!r} ({type(value).__name__}) is no type: expected a ggml_type, a name or a "
             "NumPy dtype"
         ) from None
-    name = "bf16" if dtype.name == "bfloat16" else None
+    name = "bf16" if is_bfloat16(dtype) else None
     native = dtype.newbyteorder("=")
     for candidate, same in _NUMPY.items():
         if native == same:
@@ -79,6 +80,29 @@ def numpy_dtype(type: ggml_type | int) -> np.dtype[Any] | None:
         found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return found
     return _NUMPY.get(name)
+
+
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Whether it is that of ml_dtypes, which need not be installed."""
+    return bool(dtype.name == "bfloat16")
+
+
+def check_range(numbers: npt.NDArray[Any], dtype: np.dtype[Any], of: object) -> None:
+    """Raise OverflowError where integers are beyond a dtype, which would wrap or be infinite.
+
+    `of` is what they are for, in the message.
+    """
+    narrow = dtype.kind == "i" or dtype == np.float16  # the others reach beyond 64 bits
+    if numbers.dtype.kind not in "iu" or not narrow or not numbers.size:
+        return
+    if np.can_cast(numbers.dtype, dtype):
+        return
+    low, high = int(numbers.min()), int(numbers.max())
+    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    least, most = int(limits.min), int(limits.max)  # NumPy would compare as float16
+    if low < least or high > most:
+        wrong = low if low < least else high
+        raise OverflowError(f"the array has {wrong}, which {dtype} of {of} cannot hold")
 
 
 _names: dict[str, ggml_type] = {}

@@ -486,8 +486,8 @@ class Compiled(Owned[_Store]):
         """Compute with these inputs; the output, or a tuple of all.
 
         Raises TypeError for an unknown or a missing input and for a dtype that cannot be converted,
-        ValueError for another shape, IndexError for indices out of range, and what a callback
-        raises.
+        ValueError for another shape, OverflowError for integers that an input's type cannot hold,
+        IndexError for indices out of range, and what a callback raises.
         """
         found = tuple(self.run(**inputs).values())
         return found[0] if self._single else found

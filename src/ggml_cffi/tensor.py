@@ -15,7 +15,7 @@ from ._loader import ffi, lib, tensor_class
 from ._placement import is_reordered
 from .capi import types
 from .context import Context
-from .dtypes import is_quantized, numpy_dtype, type_name
+from .dtypes import check_range, is_bfloat16, is_quantized, numpy_dtype, type_name
 from .enums import ggml_op, ggml_type
 
 if TYPE_CHECKING:
@@ -236,8 +236,11 @@ class Tensor(_Base):
         Another dtype is converted as NumPy's `casting` allows; a quantised tensor takes real
         numbers. The tensor's shape may have more axes of length 1 in front.
 
+        Integers must be in the range of the tensor's type, but with ``casting="unsafe"``: then they
+        wrap as NumPy's do. Floats that are too large become infinite, with NumPy's RuntimeWarning.
+
         Raises ValueError for another shape and for a tensor without memory, TypeError for a dtype
-        that cannot be converted.
+        that cannot be converted, OverflowError for integers out of range; then nothing is written.
         """
         numbers = check_numbers(self, np.asarray(array), casting)
         if not self.has_memory and self.size:
@@ -349,15 +352,17 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     padded = (1,) * (len(wanted) - len(short)) + short
     if padded != wanted:
         raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}")
-    kind = "f4" if is_quantized(tensor.type) else tensor.dtype
-    bf16 = numbers.dtype.name == "bfloat16" or tensor.type == _BF16
-    if bf16 and numbers.dtype.kind in "fV":
+    kind = tensor.dtype
+    given_bf16 = is_bfloat16(numbers.dtype)  # NumPy knows its casts, but not of what kind they are
+    if kind.kind != "i" and (given_bf16 or (is_bfloat16(kind) and numbers.dtype.kind == "f")):
         return numbers.reshape(wanted)
     if not np.can_cast(numbers.dtype, kind, casting):  # type: ignore[arg-type]
         raise TypeError(
-            f"the array has dtype {numbers.dtype}, which cannot be cast to {np.dtype(kind)} of "
-            f"{tensor!r} with casting={casting!r}"
+            f"the array has dtype {numbers.dtype}, which cannot be cast to {kind} of {tensor!r} "
+            f"with casting={casting!r}"
         )
+    if casting != "unsafe":
+        check_range(numbers, kind, tensor)
     return numbers.reshape(wanted)
 
 

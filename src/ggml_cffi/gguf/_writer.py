@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .. import capi, quants
 from .._handles import Closing
-from ..dtypes import element_type, is_quantized, numpy_dtype, type_name
+from ..dtypes import check_range, element_type, is_quantized, numpy_dtype, type_name
 from ..enums import ggml_type
 from ..errors import GGUFError
 from ..tensor import Tensor
@@ -134,7 +134,7 @@ class GGUFWriter(Closing):
 
         Raises ValueError for a name that is there already or longer than 63 bytes, for more than 4
         axes, and where the last axis is no multiple of the type's block; TypeError for what is no
-        array of numbers.
+        array of numbers, OverflowError for integers that `type` cannot hold.
         """
         if isinstance(data, (Tensor, GGUFTensor)):
             if type is not None and element_type(type) != data.type:
@@ -347,6 +347,7 @@ def _of_array(array: npt.NDArray[Any], kind: ggml_type, imatrix: npt.ArrayLike |
     assert dtype is not None  # all others are quantised
     if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
         raise TypeError(f"the array has dtype {array.dtype}, which {type_name(kind)} cannot hold")
+    check_range(array, dtype, type_name(kind))
     if array.flags.c_contiguous and array.dtype == dtype:
         return _of_bytes(array.reshape(-1).view(np.uint8))
 

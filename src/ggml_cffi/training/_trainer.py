@@ -17,6 +17,7 @@ from .._handles import Owned, holding
 from ..backend import Backend
 from ..capi import types
 from ..device import Device
+from ..dtypes import check_range
 from ..enums import ggml_opt_loss_type
 from ..errors import GGUFError
 from ..graph import Compiled, Graph
@@ -200,8 +201,8 @@ class Trainer(Owned[_Store]):
         training can go on; the epoch that has not been completed is done from its begin then.
 
         Raises ValueError and TypeError for data, labels and batch sizes that do not fit, IndexError
-        for data that are indices out of range, AbortError where ggml gives up, and what `on_epoch`
-        and a schedule raise.
+        for data that are indices out of range, OverflowError for integers that the type of `inputs`
+        cannot hold, AbortError where ggml gives up, and what `on_epoch` and a schedule raise.
         """
         with self._using():
             self._check(dataset)
@@ -470,7 +471,9 @@ class Trainer(Owned[_Store]):
     def _rows(
         self, dataset: Dataset, chosen: npt.NDArray[np.int64] | slice
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        data = np.ascontiguousarray(dataset.data[chosen], self._dtype)
+        rows = dataset.data[chosen]
+        check_range(rows, self._dtype, self._model.inputs)
+        data = np.ascontiguousarray(rows, self._dtype)
         labels = dataset.labels
         return data, None if labels is None else self._model.loss.rows(labels[chosen], self._width)
 
