@@ -190,11 +190,45 @@ def test_integers_that_fit_are_converted(ctx: Context, kind: str, given: Any) ->
     np.testing.assert_array_equal(tensor.numpy(), np.array([2**70 % 251, 300]).astype(tensor.dtype))
 
 
-def test_bfloat16_does_not_become_integers(ctx: Context) -> None:
-    tensor = ctx.tensor(2, "i32")
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "f64"])
+@pytest.mark.parametrize("given", ["f2", "f4", "f8", ml_dtypes.bfloat16, "i8", "?"])
+def test_real_numbers_become_floats(ctx: Context, kind: str, given: Any) -> None:
+    tensor = ctx.tensor(2, kind)
     ctx.allocate("CPU")
-    with pytest.raises(TypeError, match="bfloat16, which cannot be cast to int32"):
-        tensor.set(np.array([1.5, 2], ml_dtypes.bfloat16))
+    tensor.set(np.array([1, 0], given))
+    assert tensor.numpy().astype(float).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "i32"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        np.array([1 + 5j, 2j]),
+        np.array([(7.0,), (8.0,)], [("a", "f4")]),
+        np.array([1, 2], "M8[s]"),
+        np.array(["3", "4"]),
+        np.array([3, None]),
+        np.zeros(2, "V2"),
+    ],
+    ids=lambda numbers: str(numbers.dtype),
+)
+def test_what_is_no_real_number_is_refused(ctx: Context, kind: str, numbers: Any) -> None:
+    tensor = ctx.tensor(2, kind)
+    ctx.allocate("CPU")
+    tensor.set([5, 6])
+    with pytest.raises(TypeError, match="cannot be cast to"):
+        tensor.set(numbers)
+    assert tensor.numpy().astype(float).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("given", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "f2"])
+def test_floats_do_not_become_integers(ctx: Context, given: Any) -> None:
+    tensor, x = ctx.tensor(2, "i32"), ctx.input(2, "i32", name="x")
+    made = Graph(ops.cont(x)).compile("CPU", 1)
+    ctx.allocate("CPU")
+    for use in (tensor.set, lambda numbers: made(x=numbers)):
+        with pytest.raises(TypeError, match=f"{np.dtype(given)}, which cannot be cast to int32"):
+            use(np.array([1.5, 2], given))
 
 
 def test_no_memory(ctx: Context) -> None:

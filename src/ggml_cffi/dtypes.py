@@ -87,6 +87,19 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return bool(dtype.name == "bfloat16")
 
 
+def castable(given: np.dtype[Any], wanted: np.dtype[Any], casting: str) -> bool:
+    """As NumPy's can_cast, which lets complex numbers become bfloat16 and that nothing but float32.
+
+    bfloat16 is a half as float16 is.
+    """
+    half = np.dtype(np.float16)
+    like = half if is_bfloat16(given) else given, half if is_bfloat16(wanted) else wanted
+    found = np.can_cast(*like, casting)  # type: ignore[arg-type]
+    if not found and given.kind == "V" and given.names is None:  # other types of ml_dtypes
+        found = np.can_cast(given, wanted, casting)  # type: ignore[arg-type]
+    return found
+
+
 def check_range(numbers: npt.NDArray[Any], dtype: np.dtype[Any], of: object) -> None:
     """Raise OverflowError where integers are beyond a dtype, which would wrap or be infinite.
 

@@ -15,7 +15,7 @@ from ._loader import ffi, lib, tensor_class
 from ._placement import is_reordered
 from .capi import types
 from .context import Context
-from .dtypes import check_range, is_bfloat16, is_quantized, numpy_dtype, type_name
+from .dtypes import castable, check_range, is_quantized, numpy_dtype, type_name
 from .enums import ggml_op, ggml_type
 
 if TYPE_CHECKING:
@@ -353,10 +353,7 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     if padded != wanted:
         raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}")
     kind = tensor.dtype
-    given_bf16 = is_bfloat16(numbers.dtype)  # NumPy knows its casts, but not of what kind they are
-    if kind.kind != "i" and (given_bf16 or (is_bfloat16(kind) and numbers.dtype.kind == "f")):
-        return numbers.reshape(wanted)
-    if not np.can_cast(numbers.dtype, kind, casting):  # type: ignore[arg-type]
+    if not castable(numbers.dtype, kind, casting):
         raise TypeError(
             f"the array has dtype {numbers.dtype}, which cannot be cast to {kind} of {tensor!r} "
             f"with casting={casting!r}"

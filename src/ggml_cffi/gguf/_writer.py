@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .. import capi, quants
 from .._handles import Closing
-from ..dtypes import check_range, element_type, is_quantized, numpy_dtype, type_name
+from ..dtypes import castable, check_range, element_type, is_quantized, numpy_dtype, type_name
 from ..enums import ggml_type
 from ..errors import GGUFError
 from ..tensor import Tensor
@@ -345,7 +345,7 @@ def _of_array(array: npt.NDArray[Any], kind: ggml_type, imatrix: npt.ArrayLike |
         return read
     dtype = numpy_dtype(kind)
     assert dtype is not None  # all others are quantised
-    if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+    if array.dtype != dtype and not castable(array.dtype, dtype, "same_kind"):
         raise TypeError(f"the array has dtype {array.dtype}, which {type_name(kind)} cannot hold")
     check_range(array, dtype, type_name(kind))
     if array.flags.c_contiguous and array.dtype == dtype:
