@@ -463,3 +463,60 @@ def test_a_run_within_a_run_leaves_the_inputs_of_that_as_they_are() -> None:
         for _ in range(2):
             np.testing.assert_array_equal(made(x=X), 2 * X)
         assert len(told) == 2
+
+
+@pytest.mark.parametrize("other", ["itself", "on its backend", "on a scheduler of its backend"])
+def test_what_a_thread_of_a_run_cannot_wait_for_is_refused(other: str) -> None:
+    """The turn is that of the thread which runs, and that one waits for the others."""
+    with Context() as ctx, Backend(CPU, 2) as backend, Scheduler([backend]) as scheduler:
+        x, told = ctx.input((2, 4), name="x"), []
+
+        def again(result: Any, a: Any, task: int, n_tasks: int) -> None:
+            if task == 0:
+                result[...] = a
+            with pytest.raises(ValueError, match=r"is being run|is computing") as caught:
+                others[other](x=X)
+            told.append(caught.value)
+
+        y = ops.custom(again, x, n_tasks=2)
+        others = {
+            "itself": Graph(y + x).compile(backend),
+            "on its backend": Graph(x + x).compile(backend),
+            "on a scheduler of its backend": Graph(x + x).compile(scheduler),
+        }
+        np.testing.assert_array_equal(others["itself"](x=X), 2 * X)
+        assert len(told) == 2
+
+
+@pytest.mark.parametrize("second", ["scheduler", "another scheduler", "backend"])
+def test_graphs_on_the_same_backend_take_turns(second: str) -> None:
+    """A backend has one work buffer, in which each would find the other's numbers."""
+    rng = np.random.default_rng(0)
+    begun, wrong = threading.Barrier(2), []
+    with Backend(CPU, 1) as backend:
+        targets = {
+            "scheduler": Scheduler([backend]),
+            "another scheduler": Scheduler([backend]),
+            "backend": backend,
+        }
+
+        def run(n: int, times: int, target: Any) -> None:
+            x = rng.standard_normal((8, n), np.float32)
+            with Context() as ctx:
+                w = ctx.from_numpy(rng.standard_normal((n, n), np.float32), dtype="q4_0")
+                ctx.allocate(CPU)
+                with Graph(ctx.input(x.shape, name="x") @ w.T).compile(target) as made:
+                    expected = made(x=x)
+                    begun.wait(30)
+                    wrong.extend(1 for _ in range(times) if (made(x=x) != expected).any())
+
+        threads = [
+            threading.Thread(target=run, args=(256, 1000, targets["scheduler"])),
+            threading.Thread(target=run, args=(1024, 100, targets[second])),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert not wrong

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from . import capi, quants
 from ._loader import ffi
+from .backend import thread
 from .context import Context, ne_of, place, shape_of
 from .dtypes import element_type, is_quantized, numpy_dtype
 from .tensor import Tensor, block_rows
@@ -56,10 +57,14 @@ def custom(
     def call(dst: Any, task: int, count: int) -> None:
         result = _array(dst, len(wanted), writable=True)
         sources = [_array(dst.src[i], ndim) for i, ndim in enumerate(ndims)]
-        if n_tasks == 1:
-            function(result, *sources)
-        else:
-            function(result, *sources, task=task, n_tasks=count)
+        thread.kernels += 1
+        try:
+            if n_tasks == 1:
+                function(result, *sources)
+            else:
+                function(result, *sources, task=task, n_tasks=count)
+        finally:
+            thread.kernels -= 1
 
     contexts = [one.context for one in operands]
     context = place([ctx, *contexts] if ctx is not None else contexts)

@@ -6,10 +6,11 @@ import math
 import operator
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from . import capi
-from ._handles import Owned, raw
+from ._handles import Owned, in_use, raw
 from ._loader import lib
 from ._runtime import invoke
 from .capi import types
@@ -58,6 +59,41 @@ class Backend(Owned[types.ggml_backend]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'closed' if self.closed else self.name}>"
+
+
+class _Thread(threading.local):
+    kernels = 0  # functions of operations that it is in, one called by the other
+
+
+thread = _Thread()
+
+
+class Turn:
+    """A with block in which nobody else computes on some backends; each waits for its turn.
+
+    All threads take them in the same order. Raises ValueError, at once, within an operation that
+    one of them computes: its thread may be another one than that which has the turn.
+    """
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        self._backends = sorted(set(backends), key=id)
+
+    def __enter__(self) -> None:
+        if thread.kernels and any(in_use(one.handle) for one in self._backends):
+            raise ValueError("the backend is computing what this is called by")
+        taken = []
+        try:
+            for one in self._backends:
+                one._lock.acquire()
+                taken.append(one)
+        except BaseException:
+            for one in reversed(taken):
+                one._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for one in reversed(self._backends):
+            one._lock.release()
 
 
 def child_backends(backend: types.ggml_backend) -> list[types.ggml_backend]:

@@ -17,7 +17,7 @@ from ._loader import ffi, lib
 from ._memory import raises_memory_error
 from ._placement import check_uses
 from ._splits import naming_the_node
-from .backend import Backend
+from .backend import Backend, Turn, thread
 from .capi import types
 from .context import reachable
 from .device import Device, device
@@ -170,7 +170,7 @@ def _operands(handle: Any) -> Iterator[types.ggml_tensor]:
 class _Memory(Protocol):
     """Where a compiled graph has its memory and is computed."""
 
-    lock: threading.RLock
+    turn: Turn
 
     def allocate(self, compiled: Compiled) -> bool:
         """Give the graph memory, if it has none; whether it has been given some now."""
@@ -187,7 +187,7 @@ class _OnBackend:
     def __init__(self, backend: Backend, own: bool) -> None:
         self.backend = backend
         self.own = own
-        self.lock = backend._lock
+        self.turn: Turn = Turn([backend])
         kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
         self.allocator: types.ggml_gallocr | None = capi.ggml_gallocr_new(kind)
         self.done = False
@@ -226,7 +226,7 @@ class _OfNothing:
     """Of a graph whose tensors are all empty: ggml's allocators are for others."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.turn: Turn = Turn([])
 
     def allocate(self, compiled: Compiled) -> bool:
         return False
@@ -336,7 +336,7 @@ class Compiled(Owned[_Store]):
             assert isinstance(where, Device)
             store.memory = _OnBackend(Backend(where, n_threads), own=True)
         self._memory = store.memory
-        with self._memory.lock:
+        with self._memory.turn:
             self._allocate()
 
     def _copy(self, store: _Store, graph: Graph, on_meta: bool) -> None:
@@ -458,10 +458,11 @@ class Compiled(Owned[_Store]):
         Raises as calling it does.
         """
         self.handle  # noqa: B018 # raises where it is closed
-        with self._memory.lock, self._lock:
+        if thread.kernels:  # on another thread, maybe, than the one that runs it
+            self._check_idle()
+        with self._memory.turn, self._lock:
             self.handle  # noqa: B018 # nobody has closed it meanwhile
-            if self._doing:  # before the inputs of that are written over
-                raise ValueError(f"{self!r} is being {self._doing}: not once more within that")
+            self._check_idle()  # before the inputs of that are written over
             self._doing = "run"
             try:
                 self._allocate()
@@ -470,6 +471,10 @@ class Compiled(Owned[_Store]):
             finally:
                 self._doing = ""
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
+
+    def _check_idle(self) -> None:
+        if self._doing:
+            raise ValueError(f"{self!r} is being {self._doing}: not once more within that")
 
     def _close(self) -> None:
         # to wait would be for ever in what is called from the run, on whatever thread

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from . import capi
 from ._copies import copied
 from ._handles import Owned, address
 from ._memory import raises_memory_error
-from .backend import Backend
+from .backend import Backend, Turn
 from .capi import types
 from .enums import ggml_backend_dev_type
 
@@ -66,7 +65,6 @@ class Scheduler(Owned[object]):
         self._buffer_types = None if buffer_types is None else list(buffer_types)
         self._op_offload = op_offload
         self._eval_callback: Callable[[str, npt.NDArray[Any]], object] | None = None
-        self._lock = threading.RLock()
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -117,9 +115,8 @@ class Scheduler(Owned[object]):
         if callback is not None and not callable(callback):
             kind = type(callback).__name__
             raise TypeError(f"callback is {callback!r} ({kind}), expected a function or None")
-        with self._lock:
-            self.handle  # noqa: B018 # raises where it is closed
-            self._eval_callback = callback
+        self.handle  # noqa: B018 # raises where it is closed
+        self._eval_callback = callback
 
     def _memory_of(self, compiled: Compiled) -> OnScheduler:
         memory = compiled._memory
@@ -153,7 +150,7 @@ class OnScheduler:
             if backend not in scheduler.backends:
                 raise ValueError(f"assign names {backend!r}, which is none of the Scheduler's")
         self.scheduler = scheduler
-        self.lock: threading.RLock = scheduler._lock
+        self.turn: Turn = Turn(scheduler.backends)
         self.done: bool = False
         self.assign: dict[int, Backend] = {
             address(tensor): backend for tensor, backend in assign.items()

@@ -15,6 +15,7 @@ from .. import capi
 from .._handles import Loans, address
 from .._loader import ffi, lib
 from .._memory import raises_memory_error
+from ..backend import Turn
 from ..capi import types
 from ..enums import ggml_op
 from ..errors import AbortError, NotSupportedError, StatusMemoryError
@@ -22,7 +23,6 @@ from ..graph import Graph
 from ..scheduler import Scheduler
 from ..tensor import Tensor
 from ._model import Model
-from ._target import computing
 
 GRAPH_SIZE: int = capi.GGML_DEFAULT_GRAPH_SIZE
 """Nodes that ggml makes its graphs for: results, gradients and steps together."""
@@ -228,7 +228,7 @@ class Engine:
         for kind, fields in values.items():
             for name, value in fields.items():
                 setattr(getattr(self._values, kind), name, value)
-        with computing(self.scheduler):
+        with Turn(self.scheduler.backends):
             capi.ggml_opt_alloc(self.context, True)
             _write(self.inputs, data)
             if self.labels is not None and labels is not None:

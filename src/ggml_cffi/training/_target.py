@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ..backend import Backend
 from ..device import Device, device, devices
@@ -56,13 +55,3 @@ def _check_devices(found: Iterable[Device]) -> None:
     for one in found:
         if one.type.name.endswith("_META"):
             raise NotSupportedError(f"{one!r}: ggml cannot train on a meta device")
-
-
-@contextlib.contextmanager
-def computing(scheduler: Scheduler) -> Iterator[None]:
-    """While nobody else computes on the scheduler's backends."""
-    with contextlib.ExitStack() as held:
-        held.enter_context(scheduler._lock)
-        for backend in sorted(scheduler.backends, key=id):  # all threads in the same order
-            held.enter_context(backend._lock)
-        yield

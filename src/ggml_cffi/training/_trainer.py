@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .. import capi
 from .._handles import Owned, holding
-from ..backend import Backend
+from ..backend import Backend, thread
 from ..capi import types
 from ..device import Device
 from ..dtypes import check_range
@@ -30,7 +30,7 @@ from ._losses import Loss
 from ._model import Model, graph_of, parameters_of
 from ._optimizers import SGD, AdamW, Optimizer
 from ._progress import Bar
-from ._target import computing, scheduler_for
+from ._target import scheduler_for
 
 __all__ = ["Trainer"]
 
@@ -336,7 +336,7 @@ class Trainer(Owned[_Store]):
                 rows = np.concatenate(
                     [rows, np.zeros((self._batch - n, *rows.shape[1:]), rows.dtype)]
                 )
-            with self._computing(), computing(self._scheduler):
+            with self._computing():
                 outputs = forward.run(**{self._model.inputs.name: rows})
             yield begin, next(iter(outputs.values()))[:n]
 
@@ -413,11 +413,16 @@ class Trainer(Owned[_Store]):
     def _using(self) -> Iterator[None]:
         """By one thread at a time. Raises where it is closed, or was made before a fork."""
         self.handle  # noqa: B018 # before the lock, which a fork may have copied as it was held
+        if thread.kernels:  # on another thread, maybe, than the one that has the lock
+            self._check_idle()
         with self._lock:
             self.handle  # noqa: B018 # another thread may have closed it meanwhile
-            if self._busy:
-                raise ValueError("the Trainer computes: what is called from there cannot use it")
+            self._check_idle()
             yield
+
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise ValueError("the Trainer computes: what is called from there cannot use it")
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
