@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from ggml_cffi import ops
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
+from ggml_cffi.training import SGD, Dataset, Trainer
 
 
 @pytest.fixture
@@ -117,3 +119,90 @@ def test_errors(ctx: Context) -> None:
 
     made = Graph(ops.custom(ones, shape=(2, 3), dtype="f32", ctx=ctx)).compile("CPU")
     np.testing.assert_array_equal(made(), np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda result, a: result,
+        lambda result, a: a,
+        lambda result, a: a[1:, ::2].T,
+        lambda result, a: memoryview(result),
+        lambda result, a: lambda: a,
+    ],
+    ids=["result", "operand", "view", "memoryview", "closure"],
+)
+@pytest.mark.parametrize("n_tasks", [1, 2])
+def test_an_array_that_is_kept_is_an_error_and_keeps_its_memory(keep: Any, n_tasks: int) -> None:
+    """It would show what comes to lie there, and point to freed memory in the end."""
+    ctx, kept = Context(), []
+    x = ctx.input((1024, 1024), name="x")
+
+    def function(result: Any, a: Any, task: int = 0, n_tasks: int = 1) -> None:
+        result[task::n_tasks] = a[task::n_tasks]
+        kept.append(keep(result, a))
+
+    made = Graph(ops.custom(function, x, n_tasks=n_tasks)).compile("CPU", 2)
+    with pytest.raises(BufferError, match=r"is kept beyond its call.*: keep a copy"):
+        made(x=np.ones((1024, 1024)))
+    made.close()
+    ctx.close()
+    assert len(kept) == n_tasks
+    for one in kept:
+        np.testing.assert_array_equal(np.unique(one() if callable(one) else one), 1)
+    del one
+    kept.clear()  # the function has it, and lives as long as the memory
+
+
+def test_an_array_that_a_trainer_computes_with_is_not_kept_either() -> None:
+    ctx, kept = Context(), []
+    w = ctx.from_numpy(np.ones((1, 4), np.float32), name="w")
+    ctx.allocate("CPU")
+    x = ctx.input((1 << 18, 4), name="x")
+
+    def function(result: Any, a: Any) -> None:
+        result[...] = a
+        kept.extend([result, a])
+
+    made = Trainer(x, ops.custom(function, x) @ w.T, "sum", SGD(0.1), n_threads=1)
+    data = np.ones((1 << 18, 4), np.float32)
+    for use in (made.predict, lambda data: made.fit(Dataset(data))):
+        with pytest.raises(BufferError, match="is kept beyond its call"):
+            use(data)
+    made.close()
+    ctx.close()
+    assert len(kept) == 4 and all(np.isfinite(one).all() for one in kept)  # results come there
+    kept.clear()
+
+
+def test_arrays_of_an_exception_are_there_as_long_as_it_is() -> None:
+    """For a debugger that looks at what the function had."""
+    ctx = Context()
+
+    def function(result: Any, a: Any) -> None:
+        raise LookupError("no")
+
+    made = Graph(ops.custom(function, ctx.input((1024, 1024), name="x"))).compile("CPU", 1)
+    with pytest.raises(LookupError) as caught:
+        made(x=np.ones((1024, 1024)))
+    made.close()
+    ctx.close()
+    inner = list(caught.traceback)[-1].frame.f_locals
+    assert (inner["a"] == 1).all()
+
+
+def test_what_has_used_an_array_may_take_a_moment_to_forget_it(ctx: Context) -> None:
+    """Circles are collected, and threads of a pool let go of what they worked on."""
+
+    def function(result: Any, a: Any) -> None:
+        def fill(row: Any) -> None:
+            if row is None:
+                fill(row)
+            row[...] = 3
+
+        list(pool.map(fill, result))
+
+    made = Graph(ops.custom(function, ctx.input((4, 8), name="x"))).compile("CPU", 1)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            np.testing.assert_array_equal(made(x=np.ones((4, 8))), np.full((4, 8), 3))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import capi, quants
+from . import _kept, capi, quants
 from ._loader import ffi
 from .backend import thread
 from .context import Context, ne_of, place, shape_of
@@ -34,7 +35,8 @@ def custom(
     each task, as ``function(result, *operands, task=i, n_tasks=n)``, on ggml's threads, and fills
     its part of the result; None: as many tasks as the backend has threads.
 
-    What it raises comes out of the computation. On a meta device it sees each device's part.
+    What it raises comes out of the computation, and a BufferError where an array, or a view of it,
+    is kept beyond the call: keep copies. On a meta device it sees each device's part.
 
     Raises TypeError for what is no function, ValueError for a quantised `dtype` and for less than a
     task.
@@ -55,16 +57,23 @@ def custom(
     ndims = [one.ndim for one in operands]
 
     def call(dst: Any, task: int, count: int) -> None:
-        result = _array(dst, len(wanted), writable=True)
-        sources = [_array(dst.src[i], ndim) for i, ndim in enumerate(ndims)]
+        owners: list[weakref.ref[object]] = []
+        lent = [_array(dst, len(wanted), owners, writable=True)]
+        lent += [_array(dst.src[i], ndim, owners) for i, ndim in enumerate(ndims)]
         thread.kernels += 1
         try:
             if n_tasks == 1:
-                function(result, *sources)
+                function(*lent)
             else:
-                function(result, *sources, task=task, n_tasks=count)
+                function(*lent, task=task, n_tasks=count)
+        except BaseException:
+            lent.clear()
+            _kept.note(owners)  # by the exception's traceback, at least
+            raise
         finally:
             thread.kernels -= 1
+        lent.clear()
+        _kept.check_given_back(owners)
 
     contexts = [one.context for one in operands]
     context = place([ctx, *contexts] if ctx is not None else contexts)
@@ -77,16 +86,20 @@ def custom(
     return Tensor(handle, context, len(wanted))
 
 
-def _array(handle: Any, ndim: int, writable: bool = False) -> npt.NDArray[Any]:
-    """The memory of a tensor that is being computed with."""
+def _array(
+    handle: Any, ndim: int, owners: list[weakref.ref[object]], writable: bool = False
+) -> npt.NDArray[Any]:
+    """The memory of a tensor that is being computed with; its owner is added to the others."""
     shape: tuple[int, ...] = tuple(reversed(list(handle.ne)))[4 - ndim :]
     strides: tuple[int, ...] = tuple(reversed(list(handle.nb)))[4 - ndim :]
-    data = np.frombuffer(ffi.buffer(handle.data, capi.ggml_nbytes(handle)), np.uint8)
+    data = ffi.buffer(handle.data, capi.ggml_nbytes(handle))
     kind = element_type(int(handle.type))
     if is_quantized(kind):
-        return quants.dequantize(block_rows(kind, shape, strides, data), kind, threads=1)
+        rows = block_rows(kind, shape, strides, np.frombuffer(data, np.uint8))
+        return quants.dequantize(rows, kind, threads=1)
     dtype = numpy_dtype(kind)
     assert dtype is not None
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, data, strides=strides)
+    owners.append(weakref.ref(data))
     array.flags.writeable = writable
     return array

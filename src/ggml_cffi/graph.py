@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from . import capi
+from . import _kept, capi
 from ._copies import copy, graph_of
 from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi, lib
@@ -463,11 +463,15 @@ class Compiled(Owned[_Store]):
         with self._memory.turn, self._lock:
             self.handle  # noqa: B018 # nobody has closed it meanwhile
             self._check_idle()  # before the inputs of that are written over
+            since = _kept.newest()
             self._doing = "run"
             try:
                 self._allocate()
                 self._write(inputs)
                 self._memory.compute(self)
+            except BaseException:
+                _kept.lend(self._lent, since)
+                raise
             finally:
                 self._doing = ""
             return {name: np.array(one.numpy()) for name, one in self._outputs.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import capi
+from .. import _kept, capi
 from .._handles import Loans, address
 from .._loader import ffi, lib
 from .._memory import raises_memory_error
@@ -53,6 +53,7 @@ class Engine:
         self.period = period
         self.first_step = steps
         self.broken = self.undone = False
+        self.kept = False  # somebody keeps arrays that share its memory
         self._lock = threading.RLock()
         self._lent = Loans()
         self._made = contextlib.ExitStack()
@@ -229,6 +230,7 @@ class Engine:
             for name, value in fields.items():
                 setattr(getattr(self._values, kind), name, value)
         with Turn(self.scheduler.backends):
+            since = _kept.newest()
             capi.ggml_opt_alloc(self.context, True)
             _write(self.inputs, data)
             if self.labels is not None and labels is not None:
@@ -237,6 +239,7 @@ class Engine:
             try:
                 capi.ggml_opt_eval(self.context, result)
             except BaseException:
+                self.kept = self.kept or any(True for _ in _kept.alive(since))
                 if before is not None:
                     self._restore(before)
                     self.undone = True

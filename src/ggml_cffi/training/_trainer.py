@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import capi
-from .._handles import Owned, holding
+from .. import _kept, capi
+from .._handles import Loans, Owned, holding
 from ..backend import Backend, thread
 from ..capi import types
 from ..device import Device
@@ -48,13 +48,23 @@ class _Store:
         self.lock = threading.RLock()
         self.engine: Engine | None = None
         self.forward: Compiled | None = None
+        self.retired: list[Engine] = []  # somebody keeps arrays that share their memory
         self.own: list[Backend | Scheduler] = []
+
+    def retire(self, engine: Engine) -> None:
+        """Free it, or with all else where its memory has to stay until then."""
+        if engine.kept:
+            self.retired.append(engine)
+        else:
+            engine.free()
 
     def free(self) -> None:
         with self.lock:
             try:
                 if self.engine is not None:
                     self.engine.free()
+                for engine in self.retired:
+                    engine.free()
                 if self.forward is not None:
                     self.forward.close()
             finally:
@@ -124,6 +134,7 @@ class Trainer(Owned[_Store]):
             self._scheduler, store.own = scheduler_for(target, n_threads)
             with self._lock:  # who closes what it needs finds it in use, from here on
                 super().__init__(store, _Store.free, (*graph._contexts, self._scheduler))
+                self._lent = Loans(self._resource)
                 try:
                     with self._computing():
                         self._engine(1)
@@ -272,7 +283,7 @@ class Trainer(Owned[_Store]):
         if old is not None:
             self._moments = old.moments()
             store.engine = None
-            old.free()
+            store.retire(old)
         store.engine = Engine(self._model, self._scheduler, period, self._steps)
         if self._moments:
             store.engine.set_moments(self._moments)
@@ -403,7 +414,7 @@ class Trainer(Owned[_Store]):
         period = 1
         if store.engine is not None:
             period, old, store.engine = store.engine.period, store.engine, None
-            old.free()
+            store.retire(old)
         self._moments = moments
         self._engine(period)
 
@@ -427,9 +438,13 @@ class Trainer(Owned[_Store]):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         self.handle  # noqa: B018 # raises where a callback has closed it
+        since = _kept.newest()
         self._busy = True
         try:
             yield
+        except BaseException:
+            _kept.lend(self._lent, since)
+            raise
         finally:
             self._busy = False
 
