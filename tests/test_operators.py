@@ -327,3 +327,30 @@ def test_a_quantised_weight_in_a_product_is_not_turned_into_float32():
     w, x = ctx.tensor((6, 32), "q8_0"), ctx.tensor((3, 32))
     assert [t.op.name for t in Graph(x @ w.T).nodes] == ["GGML_OP_MUL_MAT"]
     assert [t.op.name for t in Graph(x @ w[2:4].T).nodes] == ["GGML_OP_VIEW", "GGML_OP_MUL_MAT"]
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1, 1, 4), (2, 1, 4)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: -(a.T),
+        lambda a: a.T * a.T,
+        lambda a: a.T - 1,
+        lambda a: a.T * 2,
+        lambda a: 1 / a.T,
+    ],
+    ids=["negative", "product", "less one", "twice", "inverse"],
+)
+def test_transposes_with_an_axis_of_one(kind, shape, function) -> None:
+    """ggml calls them contiguous, and refuses to compute with them."""
+    array = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+
+    class Last:  # the last two axes, as Tensor.T
+        T = np.swapaxes(array, -1, -2)
+
+    with Context() as ctx:
+        x = ctx.from_numpy(array, dtype=kind)
+        ctx.allocate("CPU")
+        found = Graph(function(x)).compile("CPU", 1)()
+    np.testing.assert_allclose(found.astype(float), function(Last), rtol=0.01)

@@ -84,13 +84,18 @@ def _as_f32(tensor: Tensor) -> Tensor:
 def _packed(tensor: Tensor) -> Tensor:
     """The tensor, copied if need be so that the elements of a row lie next to each other."""
     handle = tensor.handle
-    if capi.ggml_is_contiguous(handle) or handle.nb[0] == capi.ggml_type_size(handle.type):
+    # ggml_is_contiguous does not look at the step along an axis of 1, but what computes does
+    if handle.nb[0] == capi.ggml_type_size(handle.type):
         return tensor
     return ops.cont(tensor)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor if capi.ggml_is_contiguous(tensor.handle) else ops.cont(tensor)
+    # by its steps: ggml_is_contiguous does not look at those along axes of 1, nor where it is empty
+    n0, n1, n2, _ = tensor.ne
+    step = capi.ggml_type_size(tensor.type)
+    steps = [step, step * n0, step * n0 * n1, step * n0 * n1 * n2]
+    return tensor if list(tensor.handle.nb) == steps else ops.cont(tensor)
 
 
 def broadcast(name: str, left: Tensor, right: Tensor) -> tuple[int, ...]:
