@@ -32,12 +32,13 @@ inline bool may_go(ggml_context * context) {
     if (!context) {
         return true;
     }
+    // held throughout: no graph at work goes meanwhile, for who frees its context asks here as well
+    std::lock_guard<fork_safe_mutex> hold(computing_lock);
+    if (at_work.empty()) {
+        return true;
+    }
     std::vector<ggml_cgraph *> graphs;
     {
-        std::lock_guard<fork_safe_mutex> hold(computing_lock);
-        if (at_work.empty()) {
-            return true;
-        }
         std::lock_guard<fork_safe_mutex> hold_graphs(graphs_lock);
         for (const use_of & use : at_work) {
             if (graphs_table.count(use.object)) {
@@ -201,16 +202,20 @@ struct planner {
     std::vector<exchanged>                          replaced; // operands of the present graph
     uint64_t                                        turn = 0; // of those who use a scheduler
 
-    bool has(const graph_id & id) const {
-        const auto found = placed.find(id.graph);
-        return found != placed.end() && found->second == id;
-    }
+    bool has(const graph_id & id) const;
 };
 
-// Each is used by one thread at a time; the table is everybody's, and contexts go on any thread.
+// Each is used by one thread at a time; the table is everybody's, and contexts go on any thread, which takes
+// their tensors and graphs out of what is listed of them: lists are used with the lock held.
 inline fork_safe_mutex                                            planners_lock;
 inline std::unordered_map<const void *, std::shared_ptr<planner>> planners_table;
 inline std::atomic<uint64_t>                                      last_turn{0};
+
+inline bool planner::has(const graph_id & id) const {
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    const auto found = placed.find(id.graph);
+    return found != placed.end() && found->second == id;
+}
 
 inline void note_planner(const void * key, int n_buffers) {
     if (key) {
@@ -248,6 +253,10 @@ inline void forget_planned(const void * first, const void * end, uint64_t contex
         drop(p->to_place, [](const ggml_tensor * t) { return t; });
         drop(p->operands_before, [](const operands_of & one) { return one.node; });
         drop(p->replaced, [](const exchanged & one) { return one.node; });
+        for (auto one = p->assigned.begin(); one != p->assigned.end();) {
+            const void * t = one->first;
+            one = t >= first && t < end ? p->assigned.erase(one) : std::next(one);
+        }
     }
 }
 
@@ -320,12 +329,14 @@ inline std::vector<size_t> sizes_of(ggml_backend_sched_t scheduler, int n) {
 }
 
 inline void note_operands(planner & p, ggml_cgraph * graph) {
-    p.operands_before.clear();
+    std::vector<operands_of> operands;
     for (int i = 0; p.n_buffers > 1 && i < ggml_graph_n_nodes(graph); ++i) {
         operands_of one{ ggml_graph_node(graph, i), {} };
         std::copy(std::begin(one.node->src), std::end(one.node->src), one.src.begin());
-        p.operands_before.push_back(one);
+        operands.push_back(one);
     }
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    p.operands_before.swap(operands);
 }
 
 inline void note_replaced(planner & p) {
@@ -352,6 +363,7 @@ inline void begin_placing(planner & p, const graph_id & id, const fingerprint & 
                           std::vector<const ggml_tensor *> to_place) {
     p.next = print;
     p.next_id = id;
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
     p.to_place = std::move(to_place);
     p.pending = p.plans = true;
 }
@@ -366,8 +378,9 @@ template <class Key> void end_placing(Key key, planner & p) {
     unplace_if_replaced(key, p, p.to_place);
     known_context last{ nullptr, nullptr, 0 };
     char *        first = nullptr;
-    bool          placed = p.to_place.empty();
+    const auto    sizes = sizes_of(key, p.n_buffers);
     std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    bool placed = p.to_place.empty();
     for (const ggml_tensor * t : p.to_place) {
         placed = placed || t->buffer;
         if (t->buffer && !t->view_src && std::find(p.buffers.begin(), p.buffers.end(), t->buffer) == p.buffers.end()) {
@@ -385,7 +398,7 @@ template <class Key> void end_placing(Key key, planner & p) {
     if (placed) {
         p.placed[p.next_id.graph] = p.next_id;
     }
-    p.sizes = sizes_of(key, p.n_buffers);
+    p.sizes = sizes;
     p.to_place.clear();
 }
 
@@ -403,6 +416,7 @@ inline bool refuse_placed(const ggml_tensor * t) {
 // ---- allocators
 
 inline bool is_idle(planner & p) {
+    std::lock_guard<fork_safe_mutex> hold_planners(planners_lock);
     std::lock_guard<fork_safe_mutex> hold(computing_lock);
     for (const auto & [graph, id] : p.placed) {
         if (used(graph)) {
@@ -520,13 +534,20 @@ inline void take_turn(planner & p) { p.turn = ++last_turn; }
 inline void plan_anew(ggml_backend_sched_t scheduler, planner & p) {
     p.planned.reset();
     forget_plan(scheduler);
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
     for (const auto & [tensor, backend] : p.assigned) {
         ggml_backend_sched_set_tensor_backend(scheduler, tensor, backend);
     }
 }
 
+inline void forget_assigned(planner & p) {
+    std::lock_guard<fork_safe_mutex> hold(planners_lock);
+    p.assigned.clear();
+}
+
 inline void note_assigned(ggml_backend_sched_t scheduler, ggml_tensor * tensor, ggml_backend_t backend) {
     if (const auto p = planner_of(scheduler)) {
+        std::lock_guard<fork_safe_mutex> hold(planners_lock);
         p->assigned[tensor] = backend;
     }
 }
@@ -535,7 +556,7 @@ inline void reset(ggml_backend_sched_t scheduler) {
     forget_graph(scheduler);
     if (const auto p = planner_of(scheduler)) {
         end_placing(scheduler, *p);
-        p->assigned.clear();
+        forget_assigned(*p);
         give_operands_back(*p);
     }
 }
@@ -671,7 +692,7 @@ inline bool hand_over(ggml_backend_sched_t scheduler) {
         end_placing(scheduler, *p);
         give_operands_back(*p);
         unplace(*p);
-        p->assigned.clear();
+        forget_assigned(*p);
         plan_anew(scheduler, *p);
         take_turn(*p);
     }

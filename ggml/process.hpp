@@ -13,7 +13,7 @@ namespace ggml_cffi {
 // ---- forks: the child has none of the other threads, and so nobody who releases what they held
 
 // A mutex that no thread holds while the process forks: the child finds it free, and what it guards
-// whole. Of static storage only; nobody may hold two of them.
+// whole. Of static storage only; who holds one takes no other but one that is defined before it.
 class fork_safe_mutex {
     std::mutex                             mutex;
     fork_safe_mutex * const                next;
