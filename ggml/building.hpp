@@ -326,15 +326,31 @@ static PyObject * as_given(char kind, PyObject * value, operands & found) {
     return t->handle;
 }
 
-// Call `code` with the arena before `given`, which it takes. Null without an exception: no room.
-static PyObject * call_in(room * r, int kind, PyCFunction code, PyObject * self, PyObject * given) {
+// A tuple for n arguments, with the first one to come. Whoever asks the collector sees it from now on.
+static PyObject * new_arguments(Py_ssize_t n) {
+    PyObject * given = PyTuple_New(n);
+    if (given) {
+        Py_INCREF(Py_None);
+        PyTuple_SetItem(given, 0, Py_None);
+    }
+    return given;
+}
+
+// Call `code` with the arena as the first of `given`. Null without an exception: no room, or somebody else
+// has `given` in his hands. `called`: an exception is of the call itself.
+static PyObject * call_in(room * r, int kind, PyCFunction code, PyObject * self, PyObject * given, bool & called) {
+    called = false;
     if (!enter(r)) {
         return nullptr;
     }
     PyObject * handle = nullptr;
     if (PyObject * arena = take(r, kind)) {
-        PyTuple_SetItem(given, 0, arena);
-        handle = code(self, given);
+        if (PyTuple_SetItem(given, 0, arena)) {
+            PyErr_Clear();
+        } else {
+            called = true;
+            handle = code(self, given);
+        }
     }
     r->mutex.unlock();
     return handle;
@@ -416,15 +432,16 @@ static PyObject * operate(PyObject * self, PyObject * const * arguments, Py_ssiz
     operands   found;
     PyObject * values[max_arguments + 1];
     PyObject * handle = nullptr;
+    bool       called = false;
     if (tensors.type && bind(o, arguments, n, keywords, values) && values[o->n] == Py_None) {
-        PyObject * given = PyTuple_New(o->n + 1);
+        PyObject * given = new_arguments(o->n + 1);
         bool       plain = given;
         for (int i = 0; plain && i < o->n; ++i) {
             PyObject * one = as_given(o->kinds[i], values[i], found);
             plain = one && PyTuple_SetItem(given, i + 1, one) == 0;
         }
         if (plain && found.room && Py_TYPE(found.room) == room_type) {
-            handle = call_in((room *) found.room, as_result, o->code, o->code_self, given);
+            handle = call_in((room *) found.room, as_result, o->code, o->code_self, given, called);
         }
         Py_XDECREF(given);
     }
@@ -443,9 +460,9 @@ static PyObject * operate(PyObject * self, PyObject * const * arguments, Py_ssiz
             tell_failed(o, values);
             return nullptr;
         }
-        if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_OverflowError) &&
-            !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return nullptr; // an interrupt, no memory
+        if (!called || (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_OverflowError) &&
+                        !PyErr_ExceptionMatches(PyExc_AttributeError))) {
+            return nullptr; // an interrupt, what a signal's function raised, no memory
         }
         PyErr_Clear();
     }
@@ -469,7 +486,7 @@ static PyObject * make_operation(PyObject *, PyObject * arguments) {
     }
     const size_t n = std::strlen(kinds);
     if (n > max_arguments || (size_t) PyTuple_Size(names) != n + 1 || n_positional < 0 || n_positional > (int) n ||
-        !(PyCFunction_GetFlags(function) & METH_VARARGS)) {
+        !PyCFunction_GetFunction(function) || !(PyCFunction_GetFlags(function) & METH_VARARGS)) {
         PyErr_SetString(PyExc_ValueError, "no operation");
         return nullptr;
     }
@@ -530,8 +547,9 @@ static PyObject * make_leaf(PyObject * self, PyObject * const * arguments, Py_ss
     auto * const r = (room *) arguments[1];
     const Py_ssize_t ndim = PyTuple_CheckExact(shape) ? PyTuple_Size(shape) : -1;
     PyObject *       type = PyUnicode_CheckExact(arguments[4]) ? PyDict_GetItem(types, arguments[4]) : nullptr;
-    PyObject *       given = type && ndim >= 0 && ndim <= GGML_MAX_DIMS ? PyTuple_New(6) : nullptr;
+    PyObject *       given = type && ndim >= 0 && ndim <= GGML_MAX_DIMS ? new_arguments(6) : nullptr;
     PyObject *       handle = nullptr;
+    bool             called = false;
     if (given) {
         long long size = 1;
         Py_INCREF(type);
@@ -552,7 +570,8 @@ static PyObject * make_leaf(PyObject * self, PyObject * const * arguments, Py_ss
             }
         }
         if (size > 0) {
-            handle = call_in(r, (int) kind, PyCFunction_GetFunction(function), PyCFunction_GetSelf(function), given);
+            handle = call_in(r, (int) kind, PyCFunction_GetFunction(function), PyCFunction_GetSelf(function), given,
+                             called);
         }
         Py_DECREF(given);
     }
@@ -561,7 +580,8 @@ static PyObject * make_leaf(PyObject * self, PyObject * const * arguments, Py_ss
         Py_DECREF(handle);
         return tensor;
     }
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(failed_class) && !PyErr_ExceptionMatches(PyExc_TypeError)) {
+    if (PyErr_Occurred() &&
+        (!called || (!PyErr_ExceptionMatches(failed_class) && !PyErr_ExceptionMatches(PyExc_TypeError)))) {
         return nullptr;
     }
     PyErr_Clear();

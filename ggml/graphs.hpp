@@ -119,7 +119,7 @@ static int ggml_cffi_n_axes(const struct ggml_tensor * tensor) {
 
 // The tensors that `outputs` are made from, operands first: fills `order` up to `capacity` and gives
 // how many there are.
-static int64_t ggml_cffi_order(struct ggml_tensor ** outputs, int n, struct ggml_tensor ** order, int64_t capacity) {
+static int64_t ggml_cffi_raw_order(struct ggml_tensor ** outputs, int n, struct ggml_tensor ** order, int64_t capacity) {
     const auto found = ggml_cffi::in_order(outputs, n);
     for (int64_t i = 0; i < capacity && i < (int64_t) found.size(); ++i) {
         order[i] = found[i];
@@ -128,7 +128,7 @@ static int64_t ggml_cffi_order(struct ggml_tensor ** outputs, int n, struct ggml
 }
 
 // How many of them are results of operations.
-static int64_t ggml_cffi_n_nodes(struct ggml_tensor ** outputs, int n) {
+static int64_t ggml_cffi_raw_n_nodes(struct ggml_tensor ** outputs, int n) {
     int64_t count = 0;
     for (const ggml_tensor * t : ggml_cffi::in_order(outputs, n)) {
         count += t->op != GGML_OP_NONE;
@@ -138,7 +138,7 @@ static int64_t ggml_cffi_n_nodes(struct ggml_tensor ** outputs, int n) {
 
 // Copies in `ctx`, which has room for them, of n tensors in that order; those with memory of their own
 // stand for themselves.
-static void ggml_cffi_copy_tensors(struct ggml_context * ctx, struct ggml_tensor ** order, int64_t n,
+static void ggml_cffi_raw_copy_tensors(struct ggml_context * ctx, struct ggml_tensor ** order, int64_t n,
                                    struct ggml_tensor ** copies) {
     std::unordered_map<const ggml_tensor *, ggml_tensor *> copy_of;
     for (int64_t i = 0; i < n; ++i) {
@@ -163,3 +163,9 @@ static void ggml_cffi_copy_tensors(struct ggml_context * ctx, struct ggml_tensor
         }
     }
 }
+
+// They are called as ggml's functions are: what there is no memory for is an error, and so is an abort.
+#define GGML_CFFI_HELPER(function) ggml_cffi::call<&function, ggml_cffi::traits<0, ggml_cffi::leave::by_throw>>::now
+#define ggml_cffi_order(...) GGML_CFFI_HELPER(ggml_cffi_raw_order)(__VA_ARGS__)
+#define ggml_cffi_n_nodes(...) GGML_CFFI_HELPER(ggml_cffi_raw_n_nodes)(__VA_ARGS__)
+#define ggml_cffi_copy_tensors(...) GGML_CFFI_HELPER(ggml_cffi_raw_copy_tensors)(__VA_ARGS__)

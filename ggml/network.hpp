@@ -17,12 +17,14 @@
 #include <mutex>
 #include <netinet/in.h>
 #include <poll.h>
+#include <stdexcept>
 #include <string>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 static void ggml_cffi_py_signals(void);
 
@@ -37,6 +39,8 @@ struct limits {
 
 // The command by this name, RPC_CMD_FREE_BUFFER, in all releases so far.
 constexpr uint8_t free_buffer = 4;
+constexpr uint8_t device_count = 15; // RPC_CMD_DEVICE_COUNT, whose answer is believed
+constexpr uint32_t most_devices = 1024;
 
 // A connection of the client's. Its messages: a command of 1 byte, the size of what follows in 8, and that.
 struct connection {
@@ -49,6 +53,7 @@ struct connection {
     uint64_t left = 0;         // bytes of the present part
     uint64_t size = 0;         // as far as it is sent
     bool     freeing = false;  // the message frees a buffer
+    bool     counting = false; // or asks how many devices there are
 
     connection(std::string to, int ms) : name(std::move(to)), answer_ms(ms) {}
 };
@@ -61,8 +66,14 @@ inline std::map<std::string, limits>      limits_of;    // by host:port
 // What this thread speaks to, from a message's first byte to the next message or the end of its call.
 static thread_local shared spoken_to;
 
+// What ggml got no connection by: it closes it itself, or does not.
+static thread_local int left_open = -1;
+
 inline void end_exchange() {
     state.speaks = false;
+    if (left_open >= 0) {
+        ::close(std::exchange(left_open, -1));
+    }
     if (spoken_to) {
         spoken_to->talking.unlock();
         spoken_to.reset();
@@ -236,7 +247,8 @@ inline int connect(int fd, const sockaddr * address, socklen_t size) {
     }
     if (error) {
         blame(name, error == ETIMEDOUT ? "no connection" + within(allowed.connect_ms) : std::strerror(error));
-        ::close(fd); // ggml does not
+        left_open = fd;
+        state.speaks = true;
         give_up("no connection to " + name);
         errno = error;
         return -1;
@@ -253,6 +265,7 @@ inline void follow(connection & c, const void * data, size_t size) {
     while (size) {
         if (c.next == connection::part::command) {
             c.freeing = *bytes == free_buffer;
+            c.counting = *bytes == device_count;
             c.next = connection::part::size;
             c.left = 8;
             c.size = 0;
@@ -279,12 +292,17 @@ inline void follow(connection & c, const void * data, size_t size) {
 inline ssize_t send(int fd, const void * data, size_t size, int flags) {
     flags |= MSG_NOSIGNAL;
     const shared c = connection_of(fd);
-    if (!c) {
-        ssize_t n;
-        do {
-            n = ::send(fd, data, size, flags);
-        } while (n < 0 && errno == EINTR);
-        return n;
+    if (!c) { // the server's
+        for (;;) {
+            const ssize_t n = ::send(fd, data, size, flags | MSG_DONTWAIT);
+            if (n >= 0 || (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK)) {
+                return n;
+            }
+            if (wait_for(fd, POLLOUT, deadline(-1), here.stop) == event::stop) {
+                errno = ECANCELED;
+                return -1;
+            }
+        }
     }
     if (c.get() == waited_for) {
         blame(c->name, "its answer to another call is waited for on this thread");
@@ -345,6 +363,13 @@ inline ssize_t recv(int fd, void * data, size_t size, int flags) {
     if (c->lost.empty()) {
         for (;;) {
             const ssize_t n = ::recv(fd, data, size, flags | MSG_DONTWAIT);
+            if (n > 0 && c->counting && size == sizeof(uint32_t)) { // ggml makes as many, whatever that takes
+                uint32_t count = 0;
+                std::memcpy(&count, data, (size_t) n);
+                if (n < (ssize_t) size || count > most_devices) {
+                    return lose(*c, fd, "it claims to have more than 1024 devices");
+                }
+            }
             if (n > 0) {
                 return n;
             }
@@ -374,7 +399,13 @@ inline ssize_t recv(int fd, void * data, size_t size, int flags) {
     return lose(*c, fd, c->lost);
 }
 
+// What a compiler makes of recv() where it knows how large `data` is.
+inline ssize_t checked_recv(int fd, void * data, size_t size, size_t, int flags) { return recv(fd, data, size, flags); }
+
 inline int close(int fd) {
+    if (fd == left_open) {
+        left_open = -1;
+    }
     {
         std::lock_guard<fork_safe_mutex> hold(lock);
         connections.erase(fd);
@@ -397,7 +428,6 @@ inline int listen(int fd, int) {
 inline int accept(int fd, sockaddr * address, socklen_t * size) {
     for (;;) {
         if (here.stop >= 0 && wait_for(fd, POLLIN, deadline(-1), here.stop) == event::stop) {
-            ::close(fd); // ggml leaves it open
             errno = ECANCELED;
             return -1;
         }
@@ -418,6 +448,7 @@ struct replacement {
 inline const replacement replacements[] = {
     { "connect", (void *) connect }, { "send", (void *) send },     { "recv", (void *) recv },
     { "close", (void *) close },     { "listen", (void *) listen }, { "accept", (void *) accept },
+    { "__recv_chk", (void *) checked_recv },
 };
 
 inline bool names_function(uint64_t relocation) {
@@ -448,12 +479,13 @@ inline int find_read_only(dl_phdr_info * info, size_t, void * data) {
     return 1;
 }
 
-// Let the library that has `address` call the functions above. False: it calls none of them.
-inline bool replace_in(const void * address) {
+// Let the library that has `address` call the functions above. Throws where that cannot be: half of them
+// would be worse than none.
+inline void replace_in(const void * address) {
     Dl_info    info;
     link_map * map = nullptr;
     if (!dladdr1(address, &info, (void **) &map, RTLD_DL_LINKMAP) || !map) {
-        return false;
+        throw std::runtime_error("the library of ggml's RPC is not found");
     }
     uintptr_t symbols = 0, strings = 0, tables[2] = {}, sizes[2] = {};
     for (const ElfW(Dyn) * d = map->l_ld; d->d_tag != DT_NULL; ++d) {
@@ -469,7 +501,9 @@ inline bool replace_in(const void * address) {
     read_only fixed{ map->l_addr, 0, 0 };
     dl_iterate_phdr(find_read_only, &fixed);
     const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
-    bool            any = false;
+    fixed.begin &= ~(page - 1); // as the loader does it
+    fixed.end &= ~(page - 1);
+    std::vector<std::pair<void **, void *>> slots;
     for (int t = 0; t < 2 && symbols && strings; ++t) {
         const auto * entries = (const ElfW(Rela) *) tables[t];
         for (size_t i = 0; tables[t] && i < sizes[t] / sizeof(ElfW(Rela)); ++i) {
@@ -481,27 +515,27 @@ inline bool replace_in(const void * address) {
                 if (std::strcmp((const char *) strings + symbol.st_name, r.name)) {
                     continue;
                 }
-                auto *          slot = (void **) (map->l_addr + entries[i].r_offset);
-                const uintptr_t start = (uintptr_t) slot & ~(page - 1);
-                const bool      was_fixed = (uintptr_t) slot >= fixed.begin && (uintptr_t) slot < fixed.end;
-                if (was_fixed && mprotect((void *) start, page, PROT_READ | PROT_WRITE)) {
-                    continue;
-                }
-                __atomic_store_n(slot, r.with, __ATOMIC_RELEASE);
-                if (was_fixed) {
-                    mprotect((void *) start, page, PROT_READ);
-                }
-                any = true;
+                slots.push_back({ (void **) (map->l_addr + entries[i].r_offset), r.with });
             }
         }
     }
-    return any;
+    const auto protect = [&](int how) {
+        return fixed.begin >= fixed.end || !mprotect((void *) fixed.begin, fixed.end - fixed.begin, how);
+    };
+    if (slots.empty() || !protect(PROT_READ | PROT_WRITE)) {
+        throw std::runtime_error("the socket functions of ggml's RPC cannot be replaced");
+    }
+    for (const auto & [slot, with] : slots) {
+        __atomic_store_n(slot, with, __ATOMIC_RELEASE);
+    }
+    protect(PROT_READ);
 }
 
 // The same once for each library; modules may be loaded anew.
+inline fork_safe_mutex           once;
+inline std::atomic<const void *> done{ nullptr };
+
 inline void replace_once(const void * address) {
-    static fork_safe_mutex         once;
-    static std::atomic<const void *> done{ nullptr };
     if (done.load(std::memory_order_acquire) == address) {
         return;
     }
@@ -515,9 +549,12 @@ inline void replace_once(const void * address) {
 } // namespace ggml_cffi::net
 
 // How long a worker at host:port may take to be connected to, and for each answer; in seconds.
-static void ggml_cffi_net_limits(const char * name, double connect, double answer) {
+static bool ggml_cffi_net_limits(const char * name, double connect, double answer) try {
     std::lock_guard<ggml_cffi::fork_safe_mutex> hold(ggml_cffi::net::lock);
     ggml_cffi::net::limits_of[name] = { (int) (connect * 1000), (int) (answer * 1000) };
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
 }
 
 // This thread is going to serve until `stop` can be read from; the port is written to `ready`.

@@ -380,7 +380,7 @@ template <class Key> void end_placing(Key key, planner & p) {
     char *        first = nullptr;
     const auto    sizes = sizes_of(key, p.n_buffers);
     std::lock_guard<fork_safe_mutex> hold(planners_lock);
-    bool placed = p.to_place.empty();
+    bool placed = false;
     for (const ggml_tensor * t : p.to_place) {
         placed = placed || t->buffer;
         if (t->buffer && !t->view_src && std::find(p.buffers.begin(), p.buffers.end(), t->buffer) == p.buffers.end()) {
@@ -457,6 +457,18 @@ inline void reserved(ggml_gallocr_t allocator, bool done) {
     }
 }
 
+// All of its tensors do: another allocator may have taken theirs away.
+inline bool has_memory(ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!node->data || std::any_of(std::begin(node->src), std::end(node->src),
+                                       [](const ggml_tensor * src) { return src && !src->data; })) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // What ggml has planned is for this graph, once it is planned anew where need be.
 inline bool is_planned_for(ggml_gallocr_t allocator, ggml_cgraph * graph) {
     const auto p = planner_of(allocator);
@@ -468,7 +480,7 @@ inline bool is_planned_for(ggml_gallocr_t allocator, ggml_cgraph * graph) {
     }
     end_placing(allocator, *p);
     const graph_id id = id_of(graph);
-    if (p->has(id)) { // it stays where it is
+    if (p->has(id) && has_memory(graph)) { // it stays where it is
         if (p->n_buffers == 1) {
             p->planned.reset(); // ggml may plan it anew, as one that has memory
         }

@@ -643,6 +643,68 @@ def test_the_command_warns_where_others_can_reach_it() -> None:
 
 
 @needs_rpc
+def test_a_server_that_claims_very_many_devices() -> None:
+    """ggml would make an object for each."""
+    version = struct.pack("<QBBBB", 28, *rpc._versions(), 0) + bytes(24)
+    with Speaker(version + struct.pack("<QI", 4, 2**32 - 1), hang_up=False) as speaker:
+        error = lost(lambda: rpc.connect(speaker.address, timeout=2.0), speaker.address, 5)
+        assert "more than 1024 devices" in error.reason
+
+
+@needs_rpc
+def test_a_server_in_a_forked_child() -> None:
+    with rpc.Server(threads=1) as server, rpc.LocalWorkers(1) as workers:
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for call in (server.close, server.wait, workers.close):
+                try:
+                    call()
+                except RuntimeError:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        with rpc.connect(server.address) as connection:  # it serves on
+            assert connection[0].memory.total > 0
+        assert workers[0].memory.total > 0
+
+
+@needs_rpc
+def test_signals_while_a_server_begins() -> None:
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        for _ in range(20):
+            rpc.Server(threads=1).close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@needs_rpc
+def test_a_server_is_closed_whose_client_does_not_read() -> None:
+    n = 8 << 20
+    with rpc.Server(threads=1) as server:
+        begin = time.monotonic()
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(struct.pack("<BQ", 14, 24) + bytes(24))  # a greeting
+            assert len(client.recv(36, socket.MSG_WAITALL)) == 36
+            client.sendall(struct.pack("<BQIQ", 0, 12, 0, n))  # a buffer
+            _, buffer, _ = struct.unpack("<QQQ", client.recv(24, socket.MSG_WAITALL))
+            client.sendall(struct.pack("<BQQ", 3, 8, buffer))  # its base
+            _, base = struct.unpack("<QQ", client.recv(16, socket.MSG_WAITALL))
+            tensor = bytearray(296)  # id, type, buffer, ne, nb, op, op_params, flags, src, ...
+            struct.pack_into("<QIQ4I4I", tensor, 0, 1, 0, buffer, n // 4, 1, 1, 1, 4, n, n, n)
+            struct.pack_into("<Q", tensor, 220, base)
+            client.sendall(struct.pack("<BQ", 8, len(tensor) + 16))
+            client.sendall(bytes(tensor) + struct.pack("<QQ", 0, n))  # read it all
+            time.sleep(0.2)
+            server.close()
+        assert time.monotonic() - begin < BOUND
+
+
+@needs_rpc
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

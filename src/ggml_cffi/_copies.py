@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import capi
-from ._loader import ffi, lib
+from ._loader import ffi
+from ._runtime import helper
 from .capi import types
 
 
@@ -25,7 +26,7 @@ def copy(
     context = capi.ggml_init(mem_size=size, no_alloc=True)
     originals: Any = ffi.new("struct ggml_tensor *[]", list(tensors))
     copies: Any = ffi.new("struct ggml_tensor *[]", n)
-    lib.ggml_cffi_copy_tensors(context, originals, n, copies)
+    helper("ggml_cffi_copy_tensors", context, originals, n, copies)
     return context, list(copies)
 
 

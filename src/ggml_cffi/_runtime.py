@@ -659,6 +659,17 @@ def invoke(typedef: str, address: Any, *arguments: Any) -> Any:
     raise _failure(typedef, facts, (address, *arguments), why)
 
 
+def helper(function: str, *arguments: Any) -> Any:
+    """Call a function of the extension's own, guarded as those of ggml are."""
+    try:
+        return raising(function, 0)(*arguments)
+    except Failed as failure:
+        why = failure.args
+    names = tuple(f"argument {i}" for i in range(len(arguments)))
+    facts = Spec(names, names, (), (), {}, "", "GGMLError", "", "number", 0)
+    raise _failure(function, facts, arguments, why)
+
+
 def absent(function: str) -> Callable[..., NoReturn]:
     """The stand-in for a function that the default release has and this build lacks."""
 

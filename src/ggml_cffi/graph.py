@@ -13,9 +13,10 @@ import numpy.typing as npt
 from . import _kept, capi
 from ._copies import copy, graph_of
 from ._handles import Loans, Owned, address, holding, in_use
-from ._loader import ffi, lib
+from ._loader import ffi
 from ._memory import raises_memory_error
 from ._placement import check_uses
+from ._runtime import helper
 from ._splits import naming_the_node
 from .backend import Backend, Turn, thread
 from .capi import types
@@ -77,7 +78,7 @@ class Graph:
     def n_nodes(self) -> int:
         """The number of `nodes`, without an object for each."""
         with self._open():
-            n: int = lib.ggml_cffi_n_nodes(self._handles(), len(self._named))
+            n: int = helper("ggml_cffi_n_nodes", self._handles(), len(self._named))
             return n
 
     @property
@@ -130,9 +131,9 @@ class Graph:
     def _order(self) -> list[types.ggml_tensor]:
         with self._open():
             outputs = self._handles()
-            count = lib.ggml_cffi_order(outputs, len(self._named), ffi.NULL, 0)
+            count = helper("ggml_cffi_order", outputs, len(self._named), ffi.NULL, 0)
             order = ffi.new("struct ggml_tensor *[]", count)
-            lib.ggml_cffi_order(outputs, len(self._named), order, count)
+            helper("ggml_cffi_order", outputs, len(self._named), order, count)
             return list(order)
 
     def _handles(self) -> Any:

@@ -23,12 +23,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from . import capi
-from ._handles import Closing, Owned, _each
+from ._handles import Closing, Owned, _check_process, _each, renew_after_fork
 from ._loader import lib
 from .backend import usable_cores
 from .capi import types
@@ -40,7 +41,8 @@ __all__ = ["Connection", "LocalWorkers", "RemoteDevice", "Server", "connect", "s
 _rpc: Any = capi  # with the functions of a header that not every build has
 _HELLO = 14  # the one command whose number never changes
 _MOST_SECONDS = 1_000_000.0
-_connecting = threading.Lock()
+_connecting = threading.RLock()
+renew_after_fork(globals(), "_connecting")
 _numbers = itertools.count(1)
 
 
@@ -89,7 +91,9 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
         with _connecting:  # the limits are those of the address
             limits = f"{address}:{port}".encode()
             # until the worker is ours, it may serve somebody else, who came first
-            lib.ggml_cffi_net_limits(limits, timeout, max(until - time.monotonic(), 0.001))
+            left = max(until - time.monotonic(), 0.001)
+            if not lib.ggml_cffi_net_limits(limits, left, left):
+                raise MemoryError(f"no memory for a connection to {endpoint}")
             try:
                 registry = _rpc.ggml_backend_rpc_add_server(name)
             except RPCError as error:
@@ -285,6 +289,7 @@ class Server(Closing):
         count = usable_cores() if threads is None else operator.index(threads)
         if cache_dir is not None:
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        self._pid = os.getpid()
         self._stop, self._ready = os.eventfd(0), os.eventfd(0)
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -293,8 +298,12 @@ class Server(Closing):
             name=f"ggml rpc server {host}",
             daemon=True,
         )
-        self._thread.start()
-        found = os.eventfd_read(self._ready)
+        try:
+            self._thread.start()
+            found = _read(self._ready)
+        except BaseException:
+            self.close()
+            raise
         if found > 65535:
             self._thread.join()
             self.close()
@@ -322,8 +331,9 @@ class Server(Closing):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has stopped, or for so many seconds; whether it has.
 
-        Raises what has made it stop, if that was an error.
+        Raises what has made it stop, if that was an error, and RuntimeError in a forked child.
         """
+        _check_process(self, self._pid)
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
@@ -337,17 +347,26 @@ class Server(Closing):
         return self._stop < 0
 
     def close(self) -> None:
-        """Stop serving. Closing twice is fine."""
+        """Stop serving. Closing twice is fine. Raises RuntimeError in a forked child."""
         if self._stop < 0:
             return
+        _check_process(self, self._pid)
         os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for descriptor in (self._stop, self._ready):
             os.close(descriptor)
         self._stop = -1
 
     def __repr__(self) -> str:
         return f"<Server {self.address}{' (closed)' * self.closed}>"
+
+
+def _read(descriptor: int) -> int:
+    """What an eventfd is told; a signal does not end the wait."""
+    while True:
+        with contextlib.suppress(InterruptedError):
+            return os.eventfd_read(descriptor)
 
 
 def _check_host(host: str, allow_remote: bool) -> None:
@@ -403,7 +422,9 @@ class LocalWorkers(Sequence[RemoteDevice], Closing):
             raise ValueError(f"n is {n!r}, expected at least 1")
         until = time.monotonic() + _seconds("timeout", timeout)
         self._closed = False
+        self._pid = os.getpid()
         self._processes: list[subprocess.Popen[bytes]] = []
+        _started.add(self)
         self._connections: list[Connection] = []
         self.endpoints: list[str] = []
         more = [] if cache_dir is None else ["--cache-dir", os.fspath(cache_dir)]
@@ -472,15 +493,35 @@ class LocalWorkers(Sequence[RemoteDevice], Closing):
         return self._closed
 
     def close(self) -> None:
-        """Close the connections and end the processes. Closing twice is fine."""
+        """Close the connections and end the processes. Closing twice is fine.
+
+        Raises RuntimeError in a forked child.
+        """
+        _check_process(self, self._pid)
         self._closed = True
         steps: list[Callable[[], object]] = [c.close for c in self._connections]
         steps += [lambda p=p: _end(p) for p in self._processes]  # type: ignore[misc]
         _each(steps)
 
     def __del__(self) -> None:
-        for process in getattr(self, "_processes", ()):
-            _end(process)
+        if getattr(self, "_pid", None) == os.getpid():
+            for process in self._processes:
+                _end(process)
+
+
+_started: weakref.WeakSet[LocalWorkers] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child does not keep its parent's workers alive, which read from the parent."""
+    for workers in _started:
+        for process in workers._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _first_line(process: subprocess.Popen[bytes], until: float) -> str:

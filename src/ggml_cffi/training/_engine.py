@@ -15,6 +15,7 @@ from .. import _kept, capi
 from .._handles import Loans, address
 from .._loader import ffi, lib
 from .._memory import raises_memory_error
+from .._runtime import helper
 from ..backend import Turn
 from ..capi import types
 from ..enums import ggml_op
@@ -112,7 +113,7 @@ class Engine:
     ) -> dict[int, types.ggml_tensor]:
         originals = ffi.new("struct ggml_tensor *[]", list(order))
         copies = ffi.new("struct ggml_tensor *[]", len(order))
-        lib.ggml_cffi_copy_tensors(self._context, originals, len(order), copies)
+        helper("ggml_cffi_copy_tensors", self._context, originals, len(order), copies)
         found = {}
         for old, copy in zip(originals, copies, strict=True):
             found[address(old)] = stand_ins.get(address(old), copy)
