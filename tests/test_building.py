@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import os
+import signal
 import threading
 import warnings
 import weakref
@@ -299,3 +300,56 @@ def test_a_tensor_counts_its_context_and_handle_once() -> None:
             ops.add(a, 3)  # type: ignore[arg-type]
     gc.collect()
     assert (sys.getrefcount(ctx), sys.getrefcount(a._handle), sys.getrefcount(ctx._lock)) == before
+
+
+def test_arguments_that_somebody_else_has_in_his_hands() -> None:
+    """A memory profiler in another thread, while an operation waits for the context."""
+    ctx = prepared()
+    a, b = ctx.tensor((4, 4)), ctx.tensor((4, 4))
+    locked, kept = threading.Event(), []
+
+    def hold() -> None:
+        with ctx._lock:
+            locked.set()
+            while not kept:
+                kept.extend(
+                    found
+                    for found in gc.get_objects()
+                    if type(found) is tuple
+                    and len(found) == 3
+                    and any(part is a._handle for part in gc.get_referents(found))
+                )
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait()
+    assert ops.add(a, b).shape == (4, 4)
+    thread.join()
+    assert kept[0][0] is None  # no hole
+
+
+def test_what_a_signal_raises_while_an_operation_waits() -> None:
+    ctx = prepared()
+    a = ctx.tensor((4, 4))
+    locked, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ctx._lock:
+            locked.set()
+            done.wait(10)
+
+    def raise_it(number: int, frame: Any) -> None:
+        done.set()
+        raise TypeError("of a signal")
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait()
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(TypeError, match="of a signal"):
+            ops.scale(a, 2.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        thread.join()

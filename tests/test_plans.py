@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -983,3 +984,67 @@ def test_a_compiled_graph_is_not_closed_by_its_own_operation() -> None:
             compiled.close()
             assert compiled.closed
         assert closed == [False] * 6
+
+
+def test_a_graph_that_two_allocators_are_given_in_turn(cpu: Any) -> None:
+    """The second one has nothing to place, until the first one takes its memory away."""
+    with Arena(cpu) as arena:
+        one, other = Allocator(arena), Allocator(arena)
+        made = []
+        for n in (LARGE, 2 * LARGE, 3 * LARGE):
+            ctx = arena.context()
+            x = arena.tensor(n, ctx=ctx)
+            capi.ggml_set_input(x)
+            result = capi.ggml_sqr(ctx, x)
+            made.append((x, result, arena.graph(ctx, result, allocate=False)))
+
+        def run(number: int, value: float) -> float:
+            x, result, graph = made[number]
+            fill(x, value)
+            one.compute(graph)
+            return first(result)
+
+        for allocator in (one, other):
+            allocator.allocate(made[0][2])
+            assert run(0, 3) == 9
+        one.allocate(made[1][2])  # the first graph has no memory any more
+        other.allocate(made[0][2])
+        assert (run(0, 3), run(1, 4)) == (9, 16)
+        other.allocate(made[2][2])  # and again
+        with pytest.raises(GGMLError):
+            run(0, 2)
+        assert (run(1, 4), run(2, 5)) == (16, 25)
+
+
+def test_contexts_go_while_graphs_of_others_are_computed() -> None:
+    """Each thread has its own: what one frees is compared with what the others compute."""
+    ends = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(computes: bool) -> None:
+        try:
+            backend = capi.ggml_backend_cpu_init()
+            capi.ggml_backend_cpu_set_n_threads(backend, 1)
+            while not ends.is_set():
+                with Arena(backend) as arena:
+                    ctx = arena.context(1 << 18)
+                    x = arena.tensor(8, ctx=ctx)
+                    capi.ggml_set_input(x)
+                    result = capi.ggml_sqr(ctx, x)
+                    if computes:
+                        graph = arena.graph(ctx, result)
+                        fill(x, 3)
+                        capi.ggml_backend_graph_compute(backend, graph)
+                        assert first(result) == 9
+            capi.ggml_backend_free(backend)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    ends.wait(2.0)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
