@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 from ._handles import Loans, renew_after_fork
 
-_PAUSES = (0.0, 0.001, 0.01)  # seconds
+_PAUSES = (0.0, 0.001, 0.01, 0.1, 0.4)  # seconds
 _lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_collecting = threading.RLock()
+renew_after_fork(globals(), "_lock", "_collecting")
 _kept: list[tuple[int, weakref.ref[object]]] = []
 _numbers = itertools.count(1)
 
@@ -30,7 +31,8 @@ def check_given_back(owners: Sequence[weakref.ref[object]]) -> None:
     for pause in _PAUSES:
         if not any(owner() is not None for owner in owners):
             return
-        gc.collect()
+        with _collecting:  # while one thread collects, another's does nothing
+            gc.collect()
         time.sleep(pause)
     if note(owners):
         raise BufferError(

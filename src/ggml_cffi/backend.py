@@ -62,10 +62,10 @@ class Backend(Owned[types.ggml_backend]):
 
 
 class _Thread(threading.local):
-    kernels = 0  # functions of operations that it is in, one called by the other
+    kernels: int = 0  # functions of operations that it is in, one called by the other
 
 
-thread = _Thread()
+thread: _Thread = _Thread()
 
 
 class Turn:
