@@ -150,7 +150,7 @@ def test_bad_alloc_is_a_memory_error(body: str) -> None:
         assert text == f"{function}: out of memory (std::bad_alloc)"
 
 
-def test_what_ggml_notices_itself_is_its_own_error() -> None:
+def test_what_ggml_notices_itself_is_told_in_its_words() -> None:
     """Where ggml looks at what it got, its message says how much was asked for."""
     found = run("""
         ctx = arena.context()
@@ -168,8 +168,9 @@ def test_what_ggml_notices_itself_is_its_own_error() -> None:
     assert [name for name, *_ in found] == [
         "a context", "a buffer", "tensors", "a graph", "a scheduler's graph",
     ]  # fmt: skip
-    for name, _, kind, text in found:
-        assert kind == ("AbortError" if name == "a context" else "GGMLError")
+    for name, no_memory, kind, text in found:
+        assert no_memory
+        assert kind == ("AbortMemoryError" if name == "a context" else "StatusMemoryError")
         assert "insufficient memory (attempted to allocate " in str(text)
 
 

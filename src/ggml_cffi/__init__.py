@@ -16,6 +16,7 @@ from .buffer import Buffer, MultiBuffer
 from .device import Device, device, devices
 from .errors import (
     AbortError,
+    AbortMemoryError,
     GGMLError,
     GGUFError,
     NotSupportedError,
@@ -77,6 +78,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AbortError",
+    "AbortMemoryError",
     "Backend",
     "Buffer",
     "Compiled",

@@ -45,6 +45,9 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 #: Parameters that name a file.
 _FILES = ("fname", "filename", "path", "dir_path")
 
+#: What ggml logs where it looks at the memory that it got.
+_NO_MEMORY = "insufficient memory (attempted to allocate"
+
 #: "file:line: text", and the assertion of an operation that a backend does not have.
 _PLACE = re.compile(r"(.*?):(\d+): ")
 _MISSING = re.compile(r"GGML_ASSERT\((?:\w+->)+iface\.(\w+)(?: != NULL)?\) failed")
@@ -596,6 +599,9 @@ def _described(
     for name, value in zip(facts.visible, values, strict=True):
         if name in _FILES and str(value) not in reason:
             reason += f": {value!r}" if isinstance(value, str | bytes) else f": {str(value)!r}"
+    if _NO_MEMORY in log and facts.error == "GGMLError":
+        why = errors.StatusMemoryError(f"{function}: {reason}", lib.GGML_STATUS_ALLOC_FAILED)
+        return _with_cause(why, values)
     error = MemoryError if facts.error == "MemoryError" else getattr(errors, facts.error)
     return _with_cause(error(f"{function}: {reason}"), values)
 
@@ -621,7 +627,8 @@ def _abort(function: str, message: str, log: str, lost: str) -> errors.GGMLError
         )
     place = _PLACE.match(message)
     file, line = (place.group(1), int(place.group(2))) if place else (None, None)
-    return errors.AbortError(message, file, line, function, log, lost)
+    kind = errors.AbortMemoryError if _NO_MEMORY in log else errors.AbortError
+    return kind(message, file, line, function, log, lost)
 
 
 def _status(function: str, status: int, log: str) -> errors.StatusError:

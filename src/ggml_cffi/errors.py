@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AbortError",
+    "AbortMemoryError",
     "GGMLError",
     "GGUFError",
     "NotSupportedError",
@@ -52,6 +53,10 @@ class AbortError(GGMLError):
     def __reduce__(self) -> tuple[object, ...]:
         fields = self.message, self.file, self.line, self.function, self.log, self.lost
         return type(self), fields
+
+
+class AbortMemoryError(AbortError, MemoryError):
+    """ggml would have ended the process for want of memory: a MemoryError too."""
 
 
 class OperandError(AbortError, ValueError):
