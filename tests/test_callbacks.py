@@ -651,7 +651,7 @@ def at_depth(depth: int, call: Callable[[], None]) -> None:
 
 @pytest.fixture
 def nobody_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cffi says where it could not call a function: pytest's hook has no stack for it either."""
+    """What cffi says where it could not call: pytest's hook has no stack for it either."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
 
 
