@@ -322,7 +322,7 @@ def test_no_room(tmp_path: Path, where: str) -> None:
     assert child.returncode == 0, child.stderr
     *told, end = child.stdout.splitlines()
     # within a meta device ggml aborts over it
-    assert told == [{"CPU": "MemoryError", "meta": "AbortError"}[where]] * 2
+    assert told == [{"CPU": "MemoryError", "meta": "AbortMemoryError"}[where]] * 2
     assert end == f"({1 << 26},) 0"
 
 
