@@ -21,11 +21,11 @@ from ._splits import naming_the_node
 from .backend import Backend, Turn, thread
 from .capi import types
 from .context import reachable
-from .device import Device, device
+from .device import Device
 from .enums import ggml_op
 from .errors import AbortError
 from .meta import MetaDevice
-from .scheduler import OnScheduler, Scheduler
+from .scheduler import OnScheduler, Scheduler, as_target
 from .tensor import Tensor, check_numbers, check_readable, is_without_memory
 
 __all__ = ["Compiled", "Graph"]
@@ -280,13 +280,7 @@ class Compiled(Owned[_Store]):
         keep: Iterable[str] = (),
         assign: Mapping[Tensor, Backend] | None = None,
     ) -> None:
-        target = device(target) if isinstance(target, str) else target
-        if not isinstance(target, (Device, Backend, Scheduler)):
-            raise TypeError(
-                f"target is {target!r}, expected a Device, a Backend, a Scheduler or a name"
-            )
-        if n_threads is not None and not isinstance(target, Device):
-            raise ValueError(f"n_threads is the {type(target).__name__}'s to have")
+        target = as_target(target, n_threads)
         if assign and not isinstance(target, Scheduler):
             raise ValueError("assign is for a Scheduler, which has several backends")
         store = _Store()

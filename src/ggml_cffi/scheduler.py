@@ -14,6 +14,7 @@ from ._handles import Owned, address
 from ._memory import raises_memory_error
 from .backend import Backend, Turn
 from .capi import types
+from .device import Device, device
 from .enums import ggml_backend_dev_type
 
 if TYPE_CHECKING:
@@ -229,3 +230,18 @@ class OnScheduler:
 
     def free(self) -> None:
         capi.ggml_backend_sched_free(self.handle)
+
+
+def as_target(
+    target: Device | Backend | Scheduler | str, n_threads: int | None
+) -> Device | Backend | Scheduler:
+    """What a graph is to be computed on, a device by its name too.
+
+    Raises TypeError for what is no target, ValueError for `n_threads` of what has its own.
+    """
+    found = device(target) if isinstance(target, str) else target
+    if not isinstance(found, (Device, Backend, Scheduler)):
+        raise TypeError(f"target is {found!r}, expected a Device, a Backend, a Scheduler or a name")
+    if n_threads is not None and not isinstance(found, Device):
+        raise ValueError(f"n_threads is the {type(found).__name__}'s to have")
+    return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..backend import Backend
-from ..device import Device, device, devices
+from ..device import Device, devices
 from ..enums import ggml_backend_dev_type
 from ..errors import NotSupportedError
-from ..scheduler import Scheduler
+from ..scheduler import Scheduler, as_target
 
 _CPU = ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
 
@@ -21,13 +21,7 @@ def scheduler_for(
     Raises TypeError for what is no target, ValueError for `n_threads` of what has its own,
     NotSupportedError for a meta device.
     """
-    target = device(target) if isinstance(target, str) else target
-    if not isinstance(target, (Device, Backend, Scheduler)):
-        raise TypeError(
-            f"target is {target!r}, expected a Device, a Backend, a Scheduler or a name"
-        )
-    if n_threads is not None and not isinstance(target, Device):
-        raise ValueError(f"n_threads is the {type(target).__name__}'s to have")
+    target = as_target(target, n_threads)
     if isinstance(target, Scheduler):
         _check_devices(one.device for one in target.backends)
         return target, []
