@@ -600,7 +600,7 @@ import sys, threading
 import numpy as np
 from ggml_cffi import AbortError, capi, ffi
 
-def abort(n_threads):
+def abort(n_threads, bad):
     backend = capi.ggml_backend_cpu_init()
     capi.ggml_backend_cpu_set_n_threads(backend, n_threads)
     ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
@@ -610,7 +610,9 @@ def abort(n_threads):
     graph = capi.ggml_new_graph(ctx)
     capi.ggml_build_forward_expand(graph, rows)
     capi.ggml_backend_alloc_ctx_tensors(ctx, backend)
-    capi.ggml_backend_tensor_set(number, np.full(8, 7, np.float32), 0)
+    indices = np.zeros(8, np.float32)
+    indices[bad] = 7
+    capi.ggml_backend_tensor_set(number, indices, 0)
     capi.ggml_backend_graph_compute(backend, graph)
 
 def say(*words):
@@ -667,10 +669,12 @@ def test_all_trials_of_the_end_are_there() -> None:
     assert set(ENDS) == set(TRIALS) - set(ProcessEnd.without)
 
 
+@pytest.mark.parametrize("bad", [":2", "2:"], ids=["this thread", "another"])
 @pytest.mark.parametrize("trial", ENDS)
-def test_the_end_of_the_process(trial: str) -> None:
+def test_the_end_of_the_process(trial: str, bad: str) -> None:
+    """Of 8 indices the thread that computes takes the first two, another one the rest."""
     ended = subprocess.run(
-        [sys.executable, "-c", f"{END}{ENDS[trial]}abort(4)\n"],
+        [sys.executable, "-c", f"{END}{ENDS[trial]}abort(4, np.s_[{bad}])\n"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -685,3 +689,5 @@ def test_the_end_of_the_process(trial: str) -> None:
         assert "mine" in err
     if trial == "abort inside":
         assert "ggml_reshape_1d" in out
+    if trial == "worker threads":
+        assert heard[0].endswith("here" if bad == ":2" else "elsewhere")

@@ -401,14 +401,16 @@ def _log(level: int, line: Any) -> None:
 abort_observer: Callable[[str], object] | None = None
 
 
-@ffi.def_extern(name="ggml_cffi_py_abort", onerror=_late)  # type: ignore[untyped-decorator]
+def _last_words(kind: object, error: BaseException, traceback: object) -> None:
+    """Print what an abort callback raised, an interrupt too: the process ends, no call does."""
+    _unraisable(error, "Exception ignored in the abort callback", abort_observer)
+
+
+@ffi.def_extern(name="ggml_cffi_py_abort", onerror=_last_words)  # type: ignore[untyped-decorator]
 def _abort(message: Any) -> None:
     observer = abort_observer
-    try:
-        if observer is not None:
-            observer(ffi.string(message).decode("utf-8", "replace"))
-    except BaseException as error:  # the process ends anyhow
-        _report(error, "Exception ignored in the abort callback", observer)
+    if observer is not None:
+        observer(ffi.string(message).decode("utf-8", "replace"))
 
 
 def _report(error: BaseException, what: str, function: object) -> None:
