@@ -23,6 +23,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -32,9 +33,13 @@ namespace ggml_cffi::net {
 
 // ---- who is spoken to
 
+using clock = std::chrono::steady_clock;
+
 struct limits {
-    int connect_ms = 10'000;
-    int answer_ms = 300'000;
+    int               connect_ms = 10'000;
+    int               answer_ms = 300'000;
+    bool              opening = false; // all that is done until the limits are set takes connect_ms together
+    clock::time_point end{};
 };
 
 // The command by this name, RPC_CMD_FREE_BUFFER, in all releases so far.
@@ -45,9 +50,9 @@ constexpr uint32_t most_devices = 1024;
 // A connection of the client's. Its messages: a command of 1 byte, the size of what follows in 8, and that.
 struct connection {
     const std::string name; // host:port
-    const int         answer_ms;
+    limits            allowed;
     std::string       lost; // why, once it is
-    std::mutex        talking; // held by the thread whose message, or answer, is under way
+    std::timed_mutex  talking; // held by the thread whose message, or answer, is under way
 
     enum class part { command, size, content } next = part::command;
     uint64_t left = 0;         // bytes of the present part
@@ -55,13 +60,14 @@ struct connection {
     bool     freeing = false;  // the message frees a buffer
     bool     counting = false; // or asks how many devices there are
 
-    connection(std::string to, int ms) : name(std::move(to)), answer_ms(ms) {}
+    connection(std::string to, limits within) : name(std::move(to)), allowed(within) {}
 };
 using shared = std::shared_ptr<connection>;
 
 inline fork_safe_mutex                    lock;
 inline std::unordered_map<int, shared>    connections;  // by descriptor
 inline std::map<std::string, limits>      limits_of;    // by host:port
+inline std::unordered_set<int>            served;       // the server's: those that listen, and the clients'
 
 // What this thread speaks to, from a message's first byte to the next message or the end of its call.
 static thread_local shared spoken_to;
@@ -78,13 +84,6 @@ inline void end_exchange() {
         spoken_to->talking.unlock();
         spoken_to.reset();
     }
-}
-
-inline void begin_exchange(const shared & with) {
-    end_exchange();
-    with->talking.lock();
-    spoken_to = with;
-    state.speaks = true;
 }
 
 inline shared connection_of(int fd) {
@@ -128,10 +127,10 @@ inline void on_abort(const char * message) {
 // ---- waiting
 
 struct deadline {
-    using clock = std::chrono::steady_clock;
     const bool              none;
     const clock::time_point end;
     explicit deadline(int ms) : none(ms < 0), end(clock::now() + std::chrono::milliseconds(ms < 0 ? 0 : ms)) {}
+    explicit deadline(clock::time_point at) : none(false), end(at) {}
     int left() const {
         if (none) {
             return -1;
@@ -141,17 +140,32 @@ struct deadline {
     }
 };
 
-// Whom this thread waits for while a signal's Python function runs, which must not speak to it.
-static thread_local const connection * waited_for = nullptr;
+// Whom this thread waits for while a signal's Python function runs, which must not speak to it; one
+// function may be interrupted by another one.
+struct waiting {
+    const connection *    with;
+    const waiting * const before;
+};
+static thread_local const waiting * waits = nullptr;
+
+inline bool waited_for(const connection * c) {
+    for (const waiting * each = waits; each; each = each->before) {
+        if (each->with == c) {
+            return true;
+        }
+    }
+    return false;
+}
 
 // A signal has come: its Python function may raise, which ends the waiting.
 inline bool interrupted() {
     if (!has_python()) {
         return false;
     }
-    const connection * const before = std::exchange(waited_for, spoken_to.get());
-    shared                   mine = std::move(spoken_to);
-    bool                     raised;
+    const waiting now{ spoken_to.get(), waits };
+    shared        mine = std::move(spoken_to);
+    bool          raised;
+    waits = &now;
     {
         state.speaks = false;
         python_entry entry;
@@ -160,8 +174,22 @@ inline bool interrupted() {
     }
     spoken_to = std::move(mine);
     state.speaks = spoken_to != nullptr;
-    waited_for = before;
+    waits = now.before;
     return raised;
+}
+
+// Wait until no other thread speaks to it; false where a signal has ended that. What frees a buffer waits
+// all the same: nobody would free it later.
+inline bool begin_exchange(const shared & with, bool freeing) {
+    end_exchange();
+    while (!with->talking.try_lock_for(std::chrono::milliseconds(50))) {
+        if (!freeing && interrupted()) {
+            return false;
+        }
+    }
+    spoken_to = with;
+    state.speaks = true;
+    return true;
 }
 
 enum class event { ready, too_late, interrupt, stop };
@@ -191,11 +219,19 @@ inline std::string within(int ms) {
     return " within " + (text.back() == '.' ? text.substr(0, text.size() - 1) : text) + " s";
 }
 
+// How long to go on for: to be connected, or for an answer.
+inline deadline until(const limits & allowed, int ms) { return allowed.opening ? deadline(allowed.end) : deadline(ms); }
+
+inline std::string in_time(const connection & c) {
+    return within(c.allowed.opening ? c.allowed.connect_ms : c.allowed.answer_ms);
+}
+
 // ---- the server's side: a thread that serves, until `stop` can be read
 
 struct serving {
     int stop = -1;
-    int ready = -1; // is written the port to, once it listens
+    int ready = -1;    // is written the port to, once it listens
+    int listener = -1; // ggml forgets it where the port cannot be had
 };
 static thread_local serving here;
 
@@ -217,6 +253,15 @@ inline std::string address_of(const sockaddr * address) {
     return std::string(text) + ":" + std::to_string(ntohs(in->sin_port));
 }
 
+// Its descriptor is of this program alone, not of those that another thread starts at this moment.
+inline int socket(int domain, int type, int protocol) {
+    const int fd = ::socket(domain, type | SOCK_CLOEXEC, protocol);
+    if (fd >= 0 && here.ready >= 0) {
+        here.listener = fd;
+    }
+    return fd;
+}
+
 inline int connect(int fd, const sockaddr * address, socklen_t size) {
     if (!address || address->sa_family != AF_INET) {
         return ::connect(fd, address, size);
@@ -230,12 +275,11 @@ inline int connect(int fd, const sockaddr * address, socklen_t size) {
             allowed = found->second;
         }
     }
-    ::fcntl(fd, F_SETFD, FD_CLOEXEC);
     const int flags = ::fcntl(fd, F_GETFL);
     ::fcntl(fd, F_SETFL, flags | O_NONBLOCK);
     int error = ::connect(fd, address, size) ? errno : 0;
     if (error == EINPROGRESS || error == EINTR) {
-        switch (wait_for(fd, POLLOUT, deadline(allowed.connect_ms))) {
+        switch (wait_for(fd, POLLOUT, until(allowed, allowed.connect_ms))) {
             case event::ready: {
                 socklen_t length = sizeof error;
                 ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
@@ -255,7 +299,7 @@ inline int connect(int fd, const sockaddr * address, socklen_t size) {
     }
     ::fcntl(fd, F_SETFL, flags);
     std::lock_guard<fork_safe_mutex> hold(lock);
-    connections[fd] = std::make_shared<connection>(name, allowed.answer_ms);
+    connections[fd] = std::make_shared<connection>(name, allowed);
     return 0;
 }
 
@@ -304,14 +348,17 @@ inline ssize_t send(int fd, const void * data, size_t size, int flags) {
             }
         }
     }
-    if (c.get() == waited_for) {
+    if (waited_for(c.get())) {
         blame(c->name, "its answer to another call is waited for on this thread");
         errno = EBUSY;
         return -1;
     }
     const bool mine = c == spoken_to;
     if (!mine || c->next == connection::part::command) {
-        begin_exchange(c);
+        if (!begin_exchange(c, *(const uint8_t *) data == free_buffer)) {
+            errno = EINTR; // nothing is sent: it is not lost
+            return -1;
+        }
     }
     if (!c->lost.empty() && !mine) {
         c->next = connection::part::command; // where another message broke off
@@ -325,11 +372,11 @@ inline ssize_t send(int fd, const void * data, size_t size, int flags) {
         if (n >= 0) {
             sent += (size_t) n;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            const event happened = wait_for(fd, POLLOUT, deadline(c->answer_ms));
+            const event happened = wait_for(fd, POLLOUT, until(c->allowed, c->allowed.answer_ms));
             if (happened == event::interrupt) {
                 lose(*c, fd, "the wait for it was interrupted");
             } else if (happened == event::too_late) {
-                lose(*c, fd, "it took nothing" + within(c->answer_ms));
+                lose(*c, fd, "it took nothing" + in_time(*c));
             }
         } else if (errno != EINTR) {
             lose(*c, fd, std::strerror(errno));
@@ -378,12 +425,12 @@ inline ssize_t recv(int fd, void * data, size_t size, int flags) {
                 break;
             }
             if (errno == EAGAIN || errno == EWOULDBLOCK) {
-                const event happened = wait_for(fd, POLLIN, deadline(c->answer_ms));
+                const event happened = wait_for(fd, POLLIN, until(c->allowed, c->allowed.answer_ms));
                 if (happened == event::ready) {
                     continue;
                 }
                 lose(*c, fd, happened == event::interrupt ? "the wait for it was interrupted"
-                                                          : "no answer" + within(c->answer_ms));
+                                                          : "no answer" + in_time(*c));
                 break;
             }
             if (errno != EINTR) {
@@ -406,9 +453,13 @@ inline int close(int fd) {
     if (fd == left_open) {
         left_open = -1;
     }
+    if (fd == here.listener) {
+        here.listener = -1;
+    }
     {
         std::lock_guard<fork_safe_mutex> hold(lock);
         connections.erase(fd);
+        served.erase(fd);
     }
     return ::close(fd);
 }
@@ -419,7 +470,10 @@ inline int listen(int fd, int) {
     socklen_t   size = sizeof address;
     if (!status && here.ready >= 0 && !::getsockname(fd, (sockaddr *) &address, &size)) {
         const uint64_t port = ntohs(address.sin_port);
-        ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+        {
+            std::lock_guard<fork_safe_mutex> hold(lock);
+            served.insert(fd);
+        }
         (void) !::write(here.ready, &port, sizeof port);
     }
     return status;
@@ -433,9 +487,36 @@ inline int accept(int fd, sockaddr * address, socklen_t * size) {
         }
         const int client = ::accept4(fd, address, size, SOCK_CLOEXEC);
         // who has gone again meanwhile is no reason to stop serving
-        if (client >= 0 || (errno != EINTR && errno != ECONNABORTED)) {
+        if (client >= 0) {
+            std::lock_guard<fork_safe_mutex> hold(lock);
+            served.insert(client);
             return client;
         }
+        if (errno != EINTR && errno != ECONNABORTED) {
+            return client;
+        }
+    }
+}
+
+// ---- forks
+
+// The child has copies of all sockets. They are none of its own: what it says would run into the parent's
+// messages, and a connection does not end before all copies are closed. So each becomes a socket that is
+// connected to nobody; what closes it later closes that.
+inline void let_go_in_child() {
+    const int nobody = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    for (auto & [fd, c] : connections) {
+        const shared anew = std::make_shared<connection>(c->name, c->allowed);
+        anew->lost = "it is connected to the process that was forked";
+        c = anew; // a thread of the parent's may have held the other one's mutex
+        ::dup3(nobody, fd, O_CLOEXEC);
+    }
+    for (const int fd : served) {
+        ::dup3(nobody, fd, O_CLOEXEC);
+    }
+    served.clear();
+    if (nobody >= 0) {
+        ::close(nobody);
     }
 }
 
@@ -448,7 +529,7 @@ struct replacement {
 inline const replacement replacements[] = {
     { "connect", (void *) connect }, { "send", (void *) send },     { "recv", (void *) recv },
     { "close", (void *) close },     { "listen", (void *) listen }, { "accept", (void *) accept },
-    { "__recv_chk", (void *) checked_recv },
+    { "__recv_chk", (void *) checked_recv }, { "socket", (void *) socket },
 };
 
 inline bool names_function(uint64_t relocation) {
@@ -548,14 +629,30 @@ inline void replace_once(const void * address) {
 
 } // namespace ggml_cffi::net
 
-// How long a worker at host:port may take to be connected to, and for each answer; in seconds.
-static bool ggml_cffi_net_limits(const char * name, double connect, double answer) try {
+// How long a worker at host:port may take from now on, for being connected to and for each answer; in seconds.
+// Where it is opened, both together, from now until they are set anew.
+static bool ggml_cffi_net_limits(const char * name, double connect, double answer, bool opening) try {
+    using namespace ggml_cffi::net;
+    limits given{ (int) (connect * 1000), (int) (answer * 1000) };
+    given.opening = opening;
+    given.end = clock::now() + std::chrono::milliseconds(given.connect_ms);
     std::lock_guard<ggml_cffi::fork_safe_mutex> hold(ggml_cffi::net::lock);
-    ggml_cffi::net::limits_of[name] = { (int) (connect * 1000), (int) (answer * 1000) };
+    limits_of[name] = given;
+    for (auto & [fd, c] : connections) {
+        if (c->allowed.opening && c->name == name) {
+            c->allowed = given;
+        }
+    }
     return true;
 } catch (const std::bad_alloc &) {
     return false;
 }
 
-// This thread is going to serve until `stop` can be read from; the port is written to `ready`.
-static void ggml_cffi_net_serve(int stop, int ready) { ggml_cffi::net::here = { stop, ready }; }
+// This thread is going to serve until `stop` can be read from; the port is written to `ready`. -1: it has.
+static void ggml_cffi_net_serve(int stop, int ready) {
+    using namespace ggml_cffi::net;
+    if (here.listener >= 0) {
+        ggml_cffi::net::close(here.listener);
+    }
+    here = { stop, ready, -1 };
+}

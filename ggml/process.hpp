@@ -107,12 +107,16 @@ inline void after_fork() {
 }
 
 inline void forget_other_threads();
+namespace net {
+inline void let_go_in_child();
+}
 
 inline void after_fork_in_child() {
     ++n_forks;
     quantisation_tables::renew();
     after_fork();
     forget_other_threads();
+    net::let_go_in_child();
 }
 
 // ---- the end

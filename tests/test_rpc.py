@@ -171,6 +171,10 @@ def others_go_on(workers: rpc.LocalWorkers) -> None:
     other = Model(workers[1])
     other.check()
     other.close()
+    works_on_cpu()
+
+
+def works_on_cpu() -> None:
     cpu = capi.ggml_backend_cpu_init()
     check_product(cpu)
     capi.ggml_backend_free(cpu)
@@ -429,6 +433,76 @@ def test_ctrl_c_ends_a_wait_for_a_stopped_worker() -> None:
 
 
 @needs_rpc
+def test_ctrl_c_ends_a_wait_for_another_threads_answer(workers: rpc.LocalWorkers) -> None:
+    """What was not sent loses nothing."""
+    first, second = Model(workers[0]), Model(workers[0], seed=1)
+    strike(workers.processes[0], signal.SIGSTOP)
+    failures: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            first.check()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    time.sleep(0.3)  # it waits for its answer
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+
+    def wait() -> None:
+        second.run()
+        timer.join()  # it has come too late
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        assert time.monotonic() - begin < PATIENCE / 2
+    finally:
+        workers.processes[0].send_signal(signal.SIGCONT)
+        thread.join()
+    assert not failures
+    second.check()
+    first.close()
+    second.close()
+
+
+@needs_rpc
+def test_signals_within_signals_do_not_speak_to_whom_is_waited_for() -> None:
+    """A function that interrupts another one: the first worker's answer is still to come."""
+    refused: list[str] = []
+
+    def outer(number: int, frame: object) -> None:
+        timer.start()
+        with pytest.raises(RPCError, match="no answer within"):
+            models[1].run()
+
+    def inner(number: int, frame: object) -> None:
+        with pytest.raises(RPCError) as caught:
+            models[0].run()
+        refused.append(caught.value.reason)
+
+    with rpc.LocalWorkers(2, response_timeout=1.0) as workers:
+        models = [Model(device) for device in workers]
+        for process in workers.processes:
+            strike(process, signal.SIGSTOP)
+        before = signal.signal(signal.SIGALRM, outer), signal.signal(signal.SIGUSR1, inner)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            lost(models[0].run, workers.endpoints[0])
+        finally:
+            signal.signal(signal.SIGALRM, before[0])
+            timer.join()
+            signal.signal(signal.SIGUSR1, before[1])
+        assert len(refused) == 1 and "waited for on this thread" in refused[0]
+        for model in models:
+            model.close()
+
+
+@needs_rpc
 def test_threads_share_a_worker(workers: rpc.LocalWorkers) -> None:
     """ggml lets the messages of two threads run into each other."""
     failures: list[BaseException] = []
@@ -464,6 +538,69 @@ def test_nobody_is_there() -> None:
 def test_a_host_without_an_address() -> None:
     error = lost(lambda: rpc.connect("no.such.host.invalid:1"), "no.such.host.invalid:1", 30)
     assert "no IPv4 address" in error.reason
+
+
+@needs_rpc
+def test_a_host_whose_address_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def look_up(*_: object) -> Any:
+        go_on.wait()
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    endpoint = "slow.example:1"
+    try:
+        error = lost(lambda: rpc.connect(endpoint, timeout=0.3), endpoint, 2)
+        assert "not found in time" in error.reason
+    finally:
+        go_on.set()
+
+
+@needs_rpc
+@pytest.mark.parametrize("delay", [0.3, 0.7], ids=["the last answers", "the first answers"])
+def test_all_steps_of_connecting_take_the_time_together(
+    workers: rpc.LocalWorkers, delay: float
+) -> None:
+    workers.connections[0].close()
+
+    def slowly(data: bytes, passed: int) -> bytes:
+        time.sleep(delay)
+        return data
+
+    with Proxy(workers.endpoints[0], to_client=slowly) as proxy:
+        error = lost(lambda: rpc.connect(proxy.address, timeout=1.5), proxy.address, 2.3)
+        assert "no answer within" in error.reason
+        proxy.to_client = None
+        until = time.monotonic() + BOUND  # the worker takes note of who has gone
+        with rpc.connect(proxy.address, until - time.monotonic()) as connection:
+            model = Model(connection[0])
+            model.check()
+            model.close()
+
+
+@needs_rpc
+def test_connections_wait_for_each_other_no_longer_than_the_time(
+    workers: rpc.LocalWorkers,
+) -> None:
+    workers.connections[0].close()
+    opening, done = threading.Event(), threading.Event()
+
+    def open_one() -> None:
+        with rpc._connecting:
+            opening.set()
+            done.wait()
+
+    thread = threading.Thread(target=open_one)
+    thread.start()
+    opening.wait()
+    endpoint = workers.endpoints[0]
+    try:
+        error = lost(lambda: rpc.connect(endpoint, timeout=0.3), endpoint, 1.5)
+        assert "others are being opened" in error.reason
+    finally:
+        done.set()
+        thread.join()
 
 
 @needs_rpc
@@ -584,7 +721,191 @@ def test_a_connection_that_is_forgotten_closes_its_socket(workers: rpc.LocalWork
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+# ---- other processes
+
+
+def sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+        except OSError:  # the folder's own
+            continue
+    return found
+
+
+@needs_rpc
+def test_no_socket_is_inherited_by_a_program() -> None:
+    before = sockets()
+    with rpc.Server(threads=1) as server, rpc.connect(server.address) as connection:
+        assert connection[0].memory.total
+        ours = sockets() - before
+        assert len(ours) == 3  # one listens, and a connection has two ends
+        assert not any(os.get_inheritable(each) for each in ours)
+
+
+class forked:
+    """A child that does what it is told to, then waits; `result` is what that gave."""
+
+    def __init__(self, action: Callable[[], int]) -> None:
+        begun, say = os.pipe()
+        wait, self.end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self.end)
+                os.write(say, bytes([action()]))
+                os.read(wait, 1)
+            finally:
+                os._exit(0)
+        os.close(say)
+        os.close(wait)
+        said = os.read(begun, 1)
+        os.close(begun)
+        self.result = said[0] if said else None
+
+    def __enter__(self) -> forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.end)
+        os.waitpid(self.pid, 0)
+
+
+with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+
+@needs_rpc
+@with_threads
+def test_a_forked_child_leaves_the_connection_to_its_parent(workers: rpc.LocalWorkers) -> None:
+    model = Model(workers[0])
+    model.check()
+    tensor, buffer = model.weight.handle, capi.ggml_backend_buft_alloc_buffer(
+        capi.ggml_backend_dev_buffer_type(workers[0].handle), 64
+    )  # fmt: skip
+    device = workers[0].handle
+
+    def use() -> int:
+        good = 0
+        for action in (
+            lambda: capi.ggml_backend_tensor_get(tensor, np.empty(64, np.float32), 0),
+            lambda: capi.ggml_backend_dev_memory(device),
+        ):
+            try:
+                action()
+            except RPCError as error:
+                good += "process that was forked" in error.reason
+        try:
+            model.run()
+        except RuntimeError:
+            good += 1
+        capi.ggml_backend_buffer_free(buffer)  # of the child's copy
+        return good
+
+    with forked(use) as child:
+        assert child.result == 3
+        model.check()
+        capi.ggml_backend_buffer_clear(buffer, 1)
+        capi.ggml_backend_buffer_free(buffer)
+        model.close()
+        workers.connections[0].close()
+        gc.collect()
+        # the child is there, and the connection has ended all the same: the worker serves the next
+        with rpc.connect(workers.endpoints[0], timeout=PATIENCE) as anew:
+            again = Model(anew[0])
+            again.check()
+            again.close()
+
+
+@needs_rpc
+@with_threads
+def test_a_forked_child_while_another_thread_waits_for_an_answer(
+    workers: rpc.LocalWorkers,
+) -> None:
+    model = Model(workers[0])
+    strike(workers.processes[0], signal.SIGSTOP)
+    thread = threading.Thread(target=model.check)
+    thread.start()
+    time.sleep(0.2)  # it waits
+    device = workers[0].handle
+
+    def use() -> int:
+        try:
+            capi.ggml_backend_dev_memory(device)
+        except RPCError:
+            return 1
+        return 0
+
+    with forked(use) as child:
+        assert child.result == 1
+        workers.processes[0].send_signal(signal.SIGCONT)
+        thread.join()
+    model.check()
+    model.close()
+
+
 # ---- the server
+
+
+@needs_rpc
+@with_threads
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    with rpc.Server(threads=1) as server, rpc.connect(server.address), forked(lambda: 1) as child:
+        assert child.result == 1
+        server.close()
+        error = lost(lambda: rpc.connect(server.address), server.address, 1)
+        assert "refused" in error.reason
+        rpc.Server(port=server.port, threads=1).close()
+
+
+@needs_rpc
+def test_several_threads_close_a_server() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        server = rpc.Server(threads=1)
+        ended: list[bool] = []
+
+        def close(server: rpc.Server = server, ended: list[bool] = ended) -> None:
+            server.close()
+            ended.append(server.closed and server.wait(0))
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(BOUND)
+        assert ended == [True] * 4
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@needs_rpc
+def test_a_server_that_is_forgotten_stops() -> None:
+    gc.collect()
+    before = sorted(os.listdir("/proc/self/fd"))
+    n_threads = threading.active_count()
+    server = rpc.Server(threads=1)
+    address = server.address
+    rpc.connect(address).close()
+    del server
+    gc.collect()
+    until = time.monotonic() + BOUND  # nobody waits for it
+    while threading.active_count() > n_threads:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert "refused" in lost(lambda: rpc.connect(address), address, 1).reason
+
+
+@needs_rpc
+def test_a_server_that_is_forgotten_as_the_program_ends() -> None:
+    script = "from ggml_cffi import rpc; s = rpc.Server(threads=1); c = rpc.connect(s.address)"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr and "Warning" not in done.stderr
 
 
 @needs_rpc
@@ -652,6 +973,7 @@ def test_a_server_that_claims_very_many_devices() -> None:
 
 
 @needs_rpc
+@with_threads
 def test_a_server_in_a_forked_child() -> None:
     with rpc.Server(threads=1) as server, rpc.LocalWorkers(1) as workers:
         pid = os.fork()
@@ -708,8 +1030,12 @@ def test_a_server_is_closed_whose_client_does_not_read() -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(GGMLError, match="cannot serve on"):
-            rpc.Server(port=port)
+        before = sorted(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(GGMLError, match="cannot serve on"):
+                rpc.Server(port=port)
+        gc.collect()
+        assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 @needs_rpc

@@ -39,7 +39,7 @@ int64_t ggml_cffi_n_nodes(struct ggml_tensor **outputs, int n);
 void ggml_cffi_copy_tensors(struct ggml_context *ctx, struct ggml_tensor **order, int64_t n,
                             struct ggml_tensor **copies);
 void *ggml_cffi_set_slot(int slot, void *userdata);
-bool ggml_cffi_net_limits(const char *name, double connect, double answer);
+bool ggml_cffi_net_limits(const char *name, double connect, double answer, bool opening);
 void ggml_cffi_net_serve(int stop, int ready);
 extern "Python" void ggml_cffi_py_signals(void);
 extern "Python" void ggml_cffi_py_log(int level, const char *text);

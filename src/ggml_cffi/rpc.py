@@ -79,7 +79,7 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
         response_timeout = _seconds("response_timeout", response_timeout)
         host, port = parse_endpoint(endpoint)
         until = time.monotonic() + timeout
-        address = _resolve(endpoint, host)
+        address = _resolve(endpoint, host, until)
         _greet(endpoint, address, port, until)
         self.endpoint: str = f"{host}:{port}"
         self.timeout: float = timeout
@@ -88,23 +88,22 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
         # as well, and reads the port up to the first character that is no digit.
         number = next(_numbers)
         name = f"{address}:{port}" if number == 1 else f"{address}:{port}#{number}"
-        with _connecting:  # the limits are those of the address
+        with _alone(endpoint, until):  # the limits are those of the address
             limits = f"{address}:{port}".encode()
             # until the worker is ours, it may serve somebody else, who came first
-            left = max(until - time.monotonic(), 0.001)
-            if not lib.ggml_cffi_net_limits(limits, left, left):
+            if not lib.ggml_cffi_net_limits(limits, _left(until), response_timeout, True):
                 raise MemoryError(f"no memory for a connection to {endpoint}")
             try:
                 registry = _rpc.ggml_backend_rpc_add_server(name)
+                count = capi.ggml_backend_reg_dev_count(registry)
+                handles = [capi.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
+                # ggml keeps the socket as long as there is a buffer, and connects anew after that
+                kind = capi.ggml_backend_dev_buffer_type(handles[0])
+                held = capi.ggml_backend_buft_alloc_buffer(kind, 1)
             except RPCError as error:
                 raise _named(error, self.endpoint) from None
             finally:
-                lib.ggml_cffi_net_limits(limits, timeout, response_timeout)
-            count = capi.ggml_backend_reg_dev_count(registry)
-            handles = [capi.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
-            # ggml keeps the socket as long as there is a buffer, and connects anew after that
-            kind = capi.ggml_backend_dev_buffer_type(handles[0])
-            held = capi.ggml_backend_buft_alloc_buffer(kind, 1)
+                lib.ggml_cffi_net_limits(limits, timeout, response_timeout, False)
         Owned.__init__(self, held, capi.ggml_backend_buffer_free)
         self._devices = tuple(RemoteDevice(handle, self) for handle in handles)
 
@@ -131,8 +130,9 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
 def connect(endpoint: str, timeout: float = 10.0, response_timeout: float = 300.0) -> Connection:
     """The devices of the worker at ``endpoint``, "host:port".
 
-    `timeout`: seconds to be connected and greeted in. `response_timeout`: seconds that each answer
-    may take from then on, a computation's included; longer ones lose the worker.
+    `timeout`: seconds for all of it together: the host's address is found, the worker is connected
+    to, greets and tells its devices. `response_timeout`: seconds that each answer may take from
+    then on, a computation's included; longer ones lose the worker.
 
     Raises RPCError where nobody is there, or answers in time, or what answers is no RPC server, or
     one of another version; NotSupportedError where this ggml was built without RPC; ValueError for
@@ -176,14 +176,45 @@ def _named(error: RPCError, endpoint: str) -> RPCError:
     return RPCError(f"{endpoint}: {error.reason}", endpoint, error.reason)
 
 
-def _resolve(endpoint: str, host: str) -> str:
+def _left(until: float) -> float:
+    """The seconds until then; a moment, where it is over."""
+    return max(until - time.monotonic(), 0.001)
+
+
+@contextlib.contextmanager
+def _alone(endpoint: str, until: float) -> Iterator[None]:
+    """One connection is opened at a time."""
+    with contextlib.ExitStack() as held:
+        lock = _connecting
+        if not lock.acquire(timeout=_left(until)):
+            reason = "no connection in time: others are being opened"
+            raise RPCError(f"{endpoint}: {reason}", endpoint, reason)
+        held.callback(lock.release)
+        yield
+
+
+def _resolve(endpoint: str, host: str, until: float) -> str:
     """The IPv4 address of a host: ggml knows no other kind."""
-    try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = f"the host {host!r} has no IPv4 address ({getattr(error, 'strerror', error)})"
-        raise RPCError(f"{endpoint}: {reason}", endpoint, reason) from None
-    return str(found[0][4][0])
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.IPv4Address(host))
+    found: list[str] = []
+    reasons = ["its address is not found in time"]
+
+    def look_up() -> None:
+        try:
+            several = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            found.append(str(several[0][4][0]))
+        except (OSError, UnicodeError) as error:
+            said = getattr(error, "strerror", error)
+            reasons.append(f"the host {host!r} has no IPv4 address ({said})")
+
+    # It has no time limit, and what it waits for cannot be interrupted: it is left to itself.
+    thread = threading.Thread(target=look_up, name=f"address of {host}", daemon=True)
+    thread.start()
+    thread.join(_left(until))
+    if not found:
+        raise RPCError(f"{endpoint}: {reasons[-1]}", endpoint, reasons[-1])
+    return found[0]
 
 
 def _versions() -> tuple[int, int, int]:
@@ -222,9 +253,8 @@ def _greet(endpoint: str, address: str, port: int, until: float) -> None:
 
 def _ask_version(address: str, port: int, size: int, until: float) -> tuple[int, int, int]:
     """The version that a server tells; `size`: bytes that the greeting has."""
-    left = max(until - time.monotonic(), 0.001)
     try:
-        link = socket.create_connection((address, port), left)
+        link = socket.create_connection((address, port), _left(until))
     except TimeoutError:
         raise TimeoutError("there is no connection") from None
     with link:
@@ -239,7 +269,7 @@ def _ask_version(address: str, port: int, size: int, until: float) -> tuple[int,
 def _receive(link: socket.socket, size: int, until: float) -> bytes:
     data = b""
     while len(data) < size:
-        link.settimeout(max(until - time.monotonic(), 0.001))
+        link.settimeout(_left(until))
         try:
             more = link.recv(size - len(data))
         except TimeoutError:
@@ -290,24 +320,17 @@ class Server(Closing):
         if cache_dir is not None:
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
         self._pid = os.getpid()
-        self._stop, self._ready = os.eventfd(0), os.eventfd(0)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._serve,
-            args=(f"{host}:{port}", cache_dir, count, served),
-            name=f"ggml rpc server {host}",
-            daemon=True,
-        )
+        self._service = _Service(f"{host}:{port}", cache_dir, count, served)
+        self._finalizer = weakref.finalize(self, self._service.stop)
+        self._finalizer.atexit = False  # the system takes all back anyway
         try:
-            self._thread.start()
-            found = _read(self._ready)
+            found = self._service.start()
         except BaseException:
             self.close()
             raise
         if found > 65535:
-            self._thread.join()
             self.close()
-            error: BaseException | None = self._error  # set by the thread
+            error: BaseException | None = self._service.error  # set by the thread
             reason = "the address or the port cannot be had" if error is None else str(error)
             raise GGMLError(f"cannot serve on {host}:{port}: {reason}") from error
         self.host: str = host
@@ -318,48 +341,102 @@ class Server(Closing):
         """Where it listens, "host:port"."""
         return f"{self.host}:{self.port}"
 
-    def _serve(self, endpoint: str, cache_dir: Any, threads: int, served: Sequence[Device]) -> None:
-        try:
-            lib.ggml_cffi_net_serve(self._stop, self._ready)
-            handles = [item.handle for item in served]
-            _rpc.ggml_backend_rpc_start_server(endpoint, cache_dir, threads, handles)
-        except BaseException as error:
-            self._error = error
-        finally:
-            os.eventfd_write(self._ready, 1 << 32)  # in case nobody has been told
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has stopped, or for so many seconds; whether it has.
 
         Raises what has made it stop, if that was an error, and RuntimeError in a forked child.
         """
         _check_process(self, self._pid)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._service.wait(timeout):
             return False
-        if self._error is not None:
-            raise self._error
+        if self._service.error is not None:
+            raise self._service.error
         return True
 
     @property
     def closed(self) -> bool:
         """Whether it serves no more."""
-        return self._stop < 0
+        return not self._finalizer.alive
 
     def close(self) -> None:
-        """Stop serving. Closing twice is fine. Raises RuntimeError in a forked child."""
-        if self._stop < 0:
-            return
-        _check_process(self, self._pid)
-        os.eventfd_write(self._stop, 1)
-        if self._thread.ident is not None:
-            self._thread.join()
-        for descriptor in (self._stop, self._ready):
-            os.close(descriptor)
-        self._stop = -1
+        """Stop serving, and wait until that is so, whichever thread has closed it.
+
+        Closing twice is fine. Raises RuntimeError in a forked child.
+        """
+        if not self.closed:
+            _check_process(self, self._pid)
+            self._finalizer()
+        self._service.wait(None)
 
     def __repr__(self) -> str:
         return f"<Server {self.address}{' (closed)' * self.closed}>"
+
+
+class _Service:
+    """The thread of a server, which refers to this and not to the server: that can be forgotten."""
+
+    def __init__(
+        self, endpoint: str, cache_dir: Any, threads: int, served: Sequence[Device]
+    ) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.RLock()  # around the descriptors, which the thread closes
+        self._pid = os.getpid()
+        self._stop, self._ready = os.eventfd(0), os.eventfd(0)
+        self._told = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(endpoint, cache_dir, threads, served),
+            name=f"ggml rpc server {endpoint}",
+            daemon=True,
+        )
+
+    def start(self) -> int:
+        """Begin to serve; the port, or a number that is none where that failed."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close()
+            raise
+        try:
+            return _read(self._ready)
+        finally:
+            self._told.set()
+
+    def _serve(self, endpoint: str, cache_dir: Any, threads: int, served: Sequence[Device]) -> None:
+        try:
+            lib.ggml_cffi_net_serve(self._stop, self._ready)
+            handles = [item.handle for item in served]
+            _rpc.ggml_backend_rpc_start_server(endpoint, cache_dir, threads, handles)
+        except BaseException as error:
+            self.error = error
+        finally:
+            lib.ggml_cffi_net_serve(-1, -1)
+            os.eventfd_write(self._ready, 1 << 32)  # in case nobody has been told
+            self._told.wait()
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            descriptors, self._stop, self._ready = (self._stop, self._ready), -1, -1
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def stop(self) -> None:
+        """Tell the thread to end. The garbage collector may do so, on any thread, and cannot wait.
+
+        In a forked child there is none, and the parent's goes on.
+        """
+        if self._pid == os.getpid():
+            with self._lock:
+                if self._stop >= 0:
+                    os.eventfd_write(self._stop, 1)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether the thread has ended, within so many seconds."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
 
 def _read(descriptor: int) -> int:
