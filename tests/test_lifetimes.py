@@ -51,11 +51,21 @@ NEEDS = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
-    gc.collect()
+    settled()
     before = diagnostics.live_handles(), diagnostics.leaked_handles()
     yield
-    gc.collect()
+    settled()
     assert (diagnostics.live_handles(), diagnostics.leaked_handles()) == before
+
+
+def settled() -> dict[str, int]:
+    """How many handles there are once nothing is left to collect: finalizers free more of them."""
+    found, same = diagnostics.live_handles(), 0
+    while same < 2:
+        gc.collect()
+        now = diagnostics.live_handles()
+        found, same = now, same + 1 if now == found else 0
+    return found
 
 
 def a_family() -> dict[str, Any]:
@@ -133,6 +143,7 @@ def test_forgetting_in_every_order() -> None:
 
 
 def test_an_array_outlives_the_object() -> None:
+    before = settled()["ggml_backend_buffer"]  # other tests may keep some
     ctx = Context()
     w = ctx.from_numpy(W, name="w")
     ctx.allocate(CPU)
@@ -143,14 +154,14 @@ def test_an_array_outlives_the_object() -> None:
     del array
     gc.collect()
     np.testing.assert_array_equal(part, W[1:])
-    assert diagnostics.live_handles()["ggml_backend_buffer"] == 1
+    assert diagnostics.live_handles()["ggml_backend_buffer"] == before + 1
     del part
-    assert diagnostics.live_handles()["ggml_backend_buffer"] == 0
+    assert diagnostics.live_handles()["ggml_backend_buffer"] == before
 
 
 def test_a_circle_through_an_array_is_collected() -> None:
     """The collector sees no circle that goes through an array of NumPy's."""
-    before = diagnostics.live_handles()["ggml_context"]  # a test may have kept some
+    before = settled()["ggml_context"]  # other tests may keep some
     ctx: Any = Context()
     w = ctx.from_numpy(W, name="w")
     ctx.allocate(CPU)
