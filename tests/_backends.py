@@ -127,12 +127,16 @@ def target() -> Iterator[Any]:
 
 
 def require_support(device: Any, nodes: Any) -> None:
-    """Leave the test if the backend does not have these operations; the CPU has all of them."""
+    """Leave the test if the backend lacks the operation of one of these; the CPU has all."""
+    from ggml_cffi import capi
+
     for node in nodes:
-        if not device.supports_op(node.handle):
+        handle = getattr(node, "handle", node)
+        if not device.supports_op(handle):
+            said = node if handle is not node else capi.ggml_op_desc(node)
             if KIND.device in ("CPU", "worker"):
-                pytest.fail(f"{device.name} does not support {node}")
-            pytest.skip(f"{NOT_SUPPORTED}: {node}")
+                pytest.fail(f"{device.name} does not support {said}")
+            pytest.skip(f"{NOT_SUPPORTED}: {said}")
 
 
 #: Operations that ggml aborts over, though all of their operands are mirrored.

@@ -56,6 +56,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not hasattr(capi, "RPC_PROTO_MAJOR_VERSION"):
             lacking("RPC in this ggml", BACKEND == "rpc")
+    if item.get_closest_marker("dl"):
+        from _backends import lacking
+
+        from ggml_cffi import _loader
+        from ggml_cffi._gen import build_info
+
+        if not _loader.module_files(build_info):
+            lacking("backend in a loadable module", BACKEND == "dl")
     needs = [need for marker in item.iter_markers("needs") for need in marker.args]
     if needs:
         from _release import require

@@ -34,11 +34,16 @@ QUANTISED = (
 )
 
 
-def of_product(n: int) -> float:
-    """How far a product of n numbers of -2 to 2 with quantised weights may be: ggml quantises the
-    numbers too, to 8 bits, which is an error of up to 2 / 254 each; six times what it adds up to.
+#: How far ggml moves a number of -2 to 2 where it takes it to the type that it multiplies in: the
+#: weights' own, but 8 bits where those are quantised.
+ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "quantised": 2 / 254}
+
+
+def of_product(n: int, rounding: float = ROUNDING["quantised"]) -> float:
+    """How far a product of n numbers of -2 to 2 with as many weights may be, where each is moved
+    by up to `rounding`: six times what that adds up to.
     """
-    return 6 * 2 / 254 / 3**0.5 * (4 / 3) ** 0.5 * n**0.5
+    return 6 * rounding / 3**0.5 * (4 / 3) ** 0.5 * n**0.5
 
 
 @dataclass(frozen=True)
