@@ -131,8 +131,8 @@ class Worker:
             with contextlib.suppress(OSError):  # there is none yet
                 host.run("tc", "qdisc", "del", "dev", device, "root")
             if rate:
-                # what passes at once: some timer ticks' worth, and the largest piece that is sent
-                burst = max(int(rate / 8 / 250), 256 << 10)
+                # what passes at once: what comes while a timer is late, and the largest packet
+                burst = max(int(rate / 8 * 500e-6), 68 << 10)
                 bucket = ("rate", f"{rate:.0f}bit", "burst", str(burst), "latency", "100ms")
                 host.run("tc", "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 

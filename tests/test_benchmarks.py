@@ -91,3 +91,67 @@ def test_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert common.report("title", {"a / b": ratio}, [missed], options) == 1
     told = capsys.readouterr()
     assert "2.00 (1.00 - 3.00)" in told.out and "expected at least 2.5" in told.err
+
+
+def test_rpc_counts_the_copies_of_an_all_reduce() -> None:
+    """What ggml's fallback does: META.md, section 4."""
+    from benchmarks import rpc
+
+    counts = {1: 0, 2: 2, 3: 4, 4: 8, 5: 10, 6: 12, 8: 24, 16: 64}
+    assert {n: rpc.n_copies(n) for n in counts} == counts
+    assert [rpc.n_waits(n) for n in (2, 3, 4, 8, 16)] == [2, 4, 2, 3, 4]
+
+
+def test_rpc_models_what_a_link_takes() -> None:
+    from benchmarks import rpc
+
+    near, far = rpc.Link(1e9, 0.0), rpc.Link(1e9, 0.001)
+    messages = (2 * 10 * rpc.TENSOR + 2 * rpc.ADDITION) * 8e-9
+    assert rpc.all_reduce(2, 1_000_000, 10, near) == pytest.approx(0.032 + messages)
+    assert rpc.all_reduce(2, 1_000_000, 10, far) == pytest.approx(0.034 + messages)
+    ideal = rpc.Link(float("inf"), 0.0)
+    for model in rpc.MODELS:
+        alone, half, most = (model.seconds(n, 1, rpc.Machine(), ideal) for n in (1, 2, 8))
+        assert half == pytest.approx(alone / 2)
+        assert most == pytest.approx(alone / 8)
+        assert model.seconds(16, 1, rpc.Machine(), ideal) > alone / 16  # 8 heads for keys
+
+
+def test_rpc_prints_the_table_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import rpc
+
+    assert rpc.main(["--model"]) == 0
+    document = Path(__file__).parent.parent / "docs" / "scaling.md"
+    assert capsys.readouterr().out in document.read_text("utf-8")
+
+
+@pytest.mark.rpc
+def test_rpc_measures_next_to_the_model() -> None:
+    from benchmarks import hosts, rpc
+
+    if missing := hosts.lacking():
+        pytest.skip(f"there is no {missing} here")
+    shape = {"width": 64, "hidden": 128, "n_layers": 2}
+    ratios, said = rpc.measure([1, 2], {"1 Gbit/s": 1e9}, 3, 2, passes=2, shape=shape)
+    assert len(said) == 1
+    assert {name.partition(": ")[2] for name in ratios} == {
+        *("speed", "without reduction", "the model's speed", "time / the model's")
+    }
+    assert len(ratios) == 5
+    assert ratios["1 Gbit/s, 2 workers: time / the model's"].low < 10  # 1
+
+
+def test_gpu_compares_a_meta_device_with_what_it_is_made_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where there is no GPU, on the CPU."""
+    from benchmarks import gpu
+    from ggml_cffi import capi, device, devices
+
+    shape = {"width": 64, "hidden": 128, "n_layers": 2}
+    found = gpu.measure(device("CPU"), 3, 2, 2, shape)
+    assert found.keys() == gpu.PAIRS.keys()
+    assert all(ratio.low > 0.2 for ratio in found.values())
+    if not any(one.type == capi.GGML_BACKEND_DEVICE_TYPE_GPU for one in devices()):
+        assert gpu.main([]) == 0
+        assert "there is no GPU here" in capsys.readouterr().err
