@@ -73,7 +73,11 @@ ON_RELEASES = (
     *("info", "public_api"),
 )
 
-BENCHMARKS = ("calls", "graph_build", "transfer", "gguf", "quants")
+BENCHMARKS = ("calls", "graph_build", "transfer", "gguf", "quants", "rpc")
+#: Those that need a ggml of their own: the variant.
+BENCHMARK_VARIANTS = {"rpc": "rpc"}
+#: What `gpu` runs the tests on: a GPU, the same one twice, and with the CPU.
+ON_GPU = ("cuda", "meta-cuda", "meta-mixed-cuda")
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 # Runs everything; where there is no 3.11, and it need not be CI's, the Python that runs nox does.
@@ -283,6 +287,8 @@ def variant_prefix(session: nox.Session, name: str) -> Path:
     flags = dict(VARIANTS[name])
     if name == "vulkan" and (include := os.environ.get("GGML_CFFI_VULKAN_INCLUDE")):
         flags["CMAKE_ARGS"] = f"-DVulkan_INCLUDE_DIR={include}"  # headers newer than the system's
+    if name == "cuda" and (kinds := os.environ.get("GGML_CFFI_CUDA_ARCHITECTURES")):
+        flags["CMAKE_ARGS"] = f"-DCMAKE_CUDA_ARCHITECTURES={kinds}"  # else all of several years
     digest = hashlib.sha256(repr((requirement, sorted(flags.items()))).encode()).hexdigest()[:16]
     folder = Path(session.cache_dir).resolve() / "ggml" / f"{name}-{digest}"
     if not (folder / "libggml" / "include").is_dir():
@@ -464,7 +470,53 @@ def bench(session: nox.Session) -> None:
     chosen = [name for name in BENCHMARKS if name in session.posargs]
     options = [word for word in session.posargs if word not in BENCHMARKS]
     for name in chosen or BENCHMARKS:
+        if variant := BENCHMARK_VARIANTS.get(name, ""):  # the others come before
+            environ = {"GGML_CFFI_PREFIX": str(variant_prefix(session, variant))}
+            install(session, variant=variant, **environ)
         session.run("python", "-m", f"benchmarks.{name}", *options)
+
+
+@nox.session(python=MAIN, default=False)
+def gpu(session: nox.Session) -> None:
+    """On a machine with a CUDA GPU: the tests on it, and meta devices of it against itself.
+
+    Where there is only CUDA's compiler, the package is built for it.
+    """
+    toolkit, lacking = cuda_toolkit()
+    tell = ("nvidia-smi", "-L")
+    found = shutil.which(tell[0]) and session.run(
+        *tell, silent=True, external=True, success_codes=range(256)
+    )
+    missing = [] if "GPU 0" in str(found) else ["NVIDIA GPU (in nvidia-smi -L)"]
+    if lacking:
+        session.skip(f"there is no {' and no '.join(lacking + missing)} here")
+    session.env["CUDACXX"] = toolkit
+    if not missing:
+        os.environ.setdefault("GGML_CFFI_CUDA_ARCHITECTURES", "native")  # this GPU's alone
+    environ = {"GGML_CFFI_PREFIX": str(variant_prefix(session, "cuda"))}
+    install(session, "test", "pytest-xdist", variant="cuda", **environ)
+    session.run("python", "-m", "ggml_cffi", "info")
+    if missing:
+        session.skip(f"the package is built; there is no {missing[0]} here")
+    for backend in ON_GPU:
+        # what is not there is a failure
+        environ.update(GGML_CFFI_TEST_BACKEND=backend, GGML_CFFI_EXPECT=backend)
+        pytest(session, "tests", "--ignore=tests/codegen", "-m", "not slow", **environ)
+    if not session.posargs:
+        session.run("python", "-m", "benchmarks.gpu")
+
+
+def cuda_toolkit() -> tuple[str, list[str]]:
+    """The path of nvcc, and what a build for CUDA lacks."""
+    installed = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    compiler = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    compiler = compiler or shutil.which(installed / "bin" / "nvcc")
+    lacking = [] if compiler else ["CUDA compiler (nvcc)"]
+    roots = [installed, Path("/usr"), *([Path(compiler).resolve().parents[1]] if compiler else [])]
+    header = "include/cublas_v2.h"
+    if not any([*root.glob(header), *root.glob(f"targets/*/{header}")] for root in roots):
+        lacking.append("cuBLAS (cublas_v2.h)")
+    return compiler or "", lacking
 
 
 @nox.session(python=False, default=False)
