@@ -74,10 +74,8 @@ ON_RELEASES = (
 )
 
 BENCHMARKS = ("calls", "graph_build", "transfer", "gguf", "quants", "rpc")
-#: Those that need a ggml of their own: the variant.
-BENCHMARK_VARIANTS = {"rpc": "rpc"}
-#: What `gpu` runs the tests on: a GPU, the same one twice, and with the CPU.
-ON_GPU = ("cuda", "meta-cuda", "meta-mixed-cuda")
+#: Those that need a ggml of their own: the backend that it has.
+BENCHMARK_BACKENDS = {"rpc": "rpc"}
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 # Runs everything; where there is no 3.11, and it need not be CI's, the Python that runs nox does.
@@ -232,10 +230,8 @@ def unbuildable(variant: str) -> str:
     missing = []
     if variant == "rpc-blas" and not has_openblas():
         missing.append("OpenBLAS and pkg-config that finds it (Debian: libopenblas-dev pkg-config)")
-    if variant == "cuda" and not (
-        shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
-    ):
-        missing.append("nvcc, of the CUDA toolkit")
+    if variant == "cuda":
+        missing += cuda_toolkit()[1]
     if variant == "vulkan":
         if shutil.which("glslc") is None:
             missing.append("glslc (Debian: glslc)")
@@ -253,6 +249,17 @@ def unbuildable(variant: str) -> str:
                 "GGML_CFFI_VULKAN_INCLUDE"
             )
     return "; ".join(missing)
+
+
+def cuda_toolkit() -> tuple[str, list[str]]:
+    """The path of nvcc, and what of CUDA's toolkit a build lacks."""
+    top = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    compiler = shutil.which(os.environ.get("CUDACXX", "nvcc")) or shutil.which(top / "bin/nvcc")
+    missing = [] if compiler else ["nvcc, of the CUDA toolkit"]
+    headers = ("include/cublas_v2.h", "targets/*/include/cublas_v2.h")
+    if not any(list(root.glob(one)) for root in (top, Path("/usr")) for one in headers):
+        missing.append("cublas_v2.h, of cuBLAS")
+    return compiler or "", missing
 
 
 def below_usr(*patterns: str) -> bool:
@@ -289,6 +296,8 @@ def variant_prefix(session: nox.Session, name: str) -> Path:
         flags["CMAKE_ARGS"] = f"-DVulkan_INCLUDE_DIR={include}"  # headers newer than the system's
     if name == "cuda" and (kinds := os.environ.get("GGML_CFFI_CUDA_ARCHITECTURES")):
         flags["CMAKE_ARGS"] = f"-DCMAKE_CUDA_ARCHITECTURES={kinds}"  # else all of several years
+    if name == "cuda":
+        flags["CUDACXX"] = cuda_toolkit()[0]
     digest = hashlib.sha256(repr((requirement, sorted(flags.items()))).encode()).hexdigest()[:16]
     folder = Path(session.cache_dir).resolve() / "ggml" / f"{name}-{digest}"
     if not (folder / "libggml" / "include").is_dir():
@@ -470,9 +479,8 @@ def bench(session: nox.Session) -> None:
     chosen = [name for name in BENCHMARKS if name in session.posargs]
     options = [word for word in session.posargs if word not in BENCHMARKS]
     for name in chosen or BENCHMARKS:
-        if variant := BENCHMARK_VARIANTS.get(name, ""):  # the others come before
-            environ = {"GGML_CFFI_PREFIX": str(variant_prefix(session, variant))}
-            install(session, variant=variant, **environ)
+        if name in BENCHMARK_BACKENDS:  # the others come before
+            install_for(session, BENCHMARK_BACKENDS[name])
         session.run("python", "-m", f"benchmarks.{name}", *options)
 
 
@@ -482,41 +490,25 @@ def gpu(session: nox.Session) -> None:
 
     Where there is only CUDA's compiler, the package is built for it.
     """
-    toolkit, lacking = cuda_toolkit()
     tell = ("nvidia-smi", "-L")
     found = shutil.which(tell[0]) and session.run(
         *tell, silent=True, external=True, success_codes=range(256)
     )
-    missing = [] if "GPU 0" in str(found) else ["NVIDIA GPU (in nvidia-smi -L)"]
-    if lacking:
-        session.skip(f"there is no {' and no '.join(lacking + missing)} here")
-    session.env["CUDACXX"] = toolkit
-    if not missing:
+    no_gpu = "" if "GPU 0" in str(found) else "an NVIDIA GPU that nvidia-smi lists"
+    if lacking := unbuildable("cuda"):
+        session.skip("for want of " + "; ".join(filter(None, (lacking, no_gpu))))
+    if not no_gpu:
         os.environ.setdefault("GGML_CFFI_CUDA_ARCHITECTURES", "native")  # this GPU's alone
-    environ = {"GGML_CFFI_PREFIX": str(variant_prefix(session, "cuda"))}
-    install(session, "test", "pytest-xdist", variant="cuda", **environ)
+    environ = install_for(session, "cuda")
     session.run("python", "-m", "ggml_cffi", "info")
-    if missing:
-        session.skip(f"the package is built; there is no {missing[0]} here")
-    for backend in ON_GPU:
+    if no_gpu:
+        session.skip(f"the package is built; its tests are left out for want of {no_gpu}")
+    for backend in (name for name, variant in BACKENDS.items() if variant == "cuda"):
         # what is not there is a failure
         environ.update(GGML_CFFI_TEST_BACKEND=backend, GGML_CFFI_EXPECT=backend)
         pytest(session, "tests", "--ignore=tests/codegen", "-m", "not slow", **environ)
     if not session.posargs:
         session.run("python", "-m", "benchmarks.gpu")
-
-
-def cuda_toolkit() -> tuple[str, list[str]]:
-    """The path of nvcc, and what a build for CUDA lacks."""
-    installed = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    compiler = shutil.which(os.environ.get("CUDACXX", "nvcc"))
-    compiler = compiler or shutil.which(installed / "bin" / "nvcc")
-    lacking = [] if compiler else ["CUDA compiler (nvcc)"]
-    roots = [installed, Path("/usr"), *([Path(compiler).resolve().parents[1]] if compiler else [])]
-    header = "include/cublas_v2.h"
-    if not any([*root.glob(header), *root.glob(f"targets/*/{header}")] for root in roots):
-        lacking.append("cuBLAS (cublas_v2.h)")
-    return compiler or "", lacking
 
 
 @nox.session(python=False, default=False)
