@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import capi
+from ._handles import address
 from ._loader import ffi
 from ._runtime import helper
 from .capi import types
@@ -28,6 +29,35 @@ def copy(
     copies: Any = ffi.new("struct ggml_tensor *[]", n)
     helper("ggml_cffi_copy_tensors", context, originals, n, copies)
     return context, list(copies)
+
+
+def put_in(
+    context: types.ggml_context,
+    copies: Sequence[types.ggml_tensor],
+    places: Sequence[int],
+    barriers: Sequence[int],
+) -> list[types.ggml_tensor]:
+    """Put copies (``ggml_cont``) of some tensors into a graph, to be used in their place.
+
+    `places` says where each tensor comes to stand, `barriers` where the copies do: each behind the
+    one that it is of. Gives all in order of computation.
+    """
+    found: list[Any] = [None] * (len(copies) + len(barriers))
+    for place, one in zip(places, copies, strict=True):
+        found[place] = one
+    instead: dict[int, Any] = {}
+    for place, one in enumerate(found):
+        if one is None:
+            found[place] = made = capi.ggml_cont(context, found[place - 1])
+            capi.ggml_set_name(made, capi.ggml_get_name(found[place - 1]))
+            instead[address(found[place - 1])] = made
+            continue
+        for i, operand in enumerate(one.src if instead else ()):
+            if operand and address(operand) in instead:
+                one.src[i] = instead[address(operand)]
+        if one.view_src and address(one.view_src) in instead:
+            one.view_src = instead[address(one.view_src)]
+    return found
 
 
 def graph_of(

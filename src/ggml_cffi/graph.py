@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _kept, capi
-from ._copies import copy, graph_of
+from ._copies import copy, graph_of, put_in
 from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi
 from ._memory import raises_memory_error
@@ -93,6 +93,7 @@ class Graph:
         n_threads: int | None = None,
         keep: Iterable[str] = (),
         assign: Mapping[Tensor, Backend] | None = None,
+        mend: bool = True,
     ) -> Compiled:
         """Give it memory on a device; the same graph may be compiled many times, on several.
 
@@ -105,7 +106,7 @@ class Graph:
         ValueError also for weights in memory such as CPU_REPACK that are anything but the first
         operand of a product.
         """
-        return Compiled(self, target, n_threads, keep, assign)
+        return Compiled(self, target, n_threads, keep, assign, mend)
 
     def to_dot(self) -> str:
         """The graph in graphviz's language: a node for each tensor, an edge for each operand.
@@ -156,16 +157,6 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self._order())} tensors>"
-
-
-_PRODUCTS = (ggml_op.GGML_OP_MUL_MAT, ggml_op.GGML_OP_MUL_MAT_ID)
-
-
-def _operands(handle: Any) -> Iterator[types.ggml_tensor]:
-    """Its operands, and what it is a view of."""
-    yield from (one for one in handle.src if one)
-    if handle.view_src:
-        yield handle.view_src
 
 
 class _Memory(Protocol):
@@ -279,6 +270,7 @@ class Compiled(Owned[_Store]):
         n_threads: int | None = None,
         keep: Iterable[str] = (),
         assign: Mapping[Tensor, Backend] | None = None,
+        mend: bool = True,
     ) -> None:
         target = as_target(target, n_threads)
         if assign and not isinstance(target, Scheduler):
@@ -298,11 +290,12 @@ class Compiled(Owned[_Store]):
         self._written: set[str] = set()
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
+        self._orders: dict[str, Any] = {}  # of outputs that a meta device has in another order
         with self._lock:  # who closes what it needs finds it in use, from here on
             super().__init__(store, _Store.free, needed)
             self._lent = Loans(self._resource)
             try:
-                self._build(store, graph, target, n_threads, assign or {})
+                self._build(store, graph, target, n_threads, assign or {}, mend)
             except BaseException:
                 self._doing = ""
                 self.close()
@@ -316,9 +309,10 @@ class Compiled(Owned[_Store]):
         target: Device | Backend | Scheduler,
         n_threads: int | None,
         assign: Mapping[Tensor, Backend],
+        mend: bool,
     ) -> None:
         where = target.device if isinstance(target, Backend) else target
-        self._copy(store, graph, isinstance(where, MetaDevice))
+        self._copy(store, graph, where, mend)
         if any(one._reordered for one in reachable(graph._contexts)):
             self._check_weights(target)
         if all(capi.ggml_is_empty(one) for one in self._tensors):
@@ -334,10 +328,10 @@ class Compiled(Owned[_Store]):
         with self._memory.turn:
             self._allocate()
 
-    def _copy(self, store: _Store, graph: Graph, on_meta: bool) -> None:
+    def _copy(self, store: _Store, graph: Graph, where: Device | Scheduler, mend: bool) -> None:
         """The graph's tensors once more, but those with memory, in a context of its own."""
         order = graph._order()
-        store.context, copies = copy(order, len(graph._named) if on_meta else 0)
+        store.context, copies = copy(order, len(order) if isinstance(where, MetaDevice) else 0)
         self._copies = {address(old): new for old, new in zip(order, copies, strict=True)}
         for old in graph.tensors:
             if graph._is_input(old):
@@ -347,8 +341,8 @@ class Compiled(Owned[_Store]):
                 raise ValueError(f"keep names {name!r}, which is no input; {self._expected()}")
             capi.ggml_set_output(self._inputs[name].handle)
         self._outputs = {name: self._copy_of(one) for name, one in graph._named.items()}
-        if on_meta:
-            copies += self._summed_up(store.context, copies)
+        if isinstance(where, MetaDevice):
+            copies = self._split(where, order, store.context, copies, mend)
         for one in self._outputs.values():
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
@@ -356,22 +350,28 @@ class Compiled(Owned[_Store]):
         self._graph = store.graph = graph_of(store.context, copies)
         self._tensors = copies
 
-    def _summed_up(
-        self, context: types.ggml_context, copies: Sequence[types.ggml_tensor]
+    def _split(
+        self,
+        device: MetaDevice,
+        order: Sequence[types.ggml_tensor],
+        context: types.ggml_context,
+        copies: Sequence[types.ggml_tensor],
+        mend: bool,
     ) -> list[types.ggml_tensor]:
-        """Copies of the outputs that are products, which these are in place of.
+        """The tensors with the copies among them that make them right on a meta device.
 
-        A row-parallel product is left as an addend on each device, which cannot be read; ggml adds
-        them up where something else is made of it.
+        Raises SplitError for what would not be right.
         """
-        used = {address(src) for one in copies for src in _operands(one)}
-        more = []
-        for name, one in self._outputs.items():
-            if one.op in _PRODUCTS and one._address not in used:
-                more.append(capi.ggml_cont(context, one.handle))
-                capi.ggml_set_name(more[-1], one.name)
-                self._outputs[name] = self._home(more[-1], one.ndim)
-        return more
+        from .meta import plan
+
+        numbers = {address(one): i for i, one in enumerate(copies)}
+        outputs = [numbers[one._address] for one in self._outputs.values()]
+        found = plan.make(device, order, outputs, mend)
+        tensors = put_in(context, copies, found.places, found.barriers)
+        for (name, one), i in zip(tuple(self._outputs.items()), found.outputs, strict=True):
+            self._outputs[name] = self._home(tensors[i], one.ndim)
+            self._orders[name] = plan.reading_order(found, i, one.ndim)
+        return tensors
 
     def _pinned(self, assign: Mapping[Tensor, Backend]) -> dict[types.ggml_tensor, Backend]:
         found = {}
@@ -469,7 +469,12 @@ class Compiled(Owned[_Store]):
                 raise
             finally:
                 self._doing = ""
-            return {name: np.array(one.numpy()) for name, one in self._outputs.items()}
+            return {name: self._read(name, one) for name, one in self._outputs.items()}
+
+    def _read(self, name: str, tensor: Tensor) -> npt.NDArray[Any]:
+        order = self._orders.get(name)
+        found: npt.NDArray[Any] = np.array(tensor.numpy())
+        return found if order is None else found.take(order[1], axis=order[0])
 
     def _check_idle(self) -> None:
         if self._doing:

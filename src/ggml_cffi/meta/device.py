@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .._handles import Closing
 from ..capi import types
 from ..device import Device, device
 from ._create import create
 from ._latch import SplitCallable
+
+if TYPE_CHECKING:
+    from ..graph import Graph
+    from .plan import Plan
 
 
 class MetaDevice(Device, Closing):
@@ -57,6 +62,19 @@ class MetaDevice(Device, Closing):
     def devices(self) -> tuple[Device, ...]:
         """The devices that tensors are spread over."""
         return self._devices
+
+    def plan(self, graph: Graph, mend: bool = True) -> Plan:
+        """How each tensor of a graph is split here, what is added up, and the memory that it takes.
+
+        It is what `Graph.compile` does on this device: nothing is computed. Where ggml would give
+        wrong numbers but for a copy (``ggml_cont``) of a tensor, such copies are put in; with
+        `mend` False that is an error as well.
+
+        Raises SplitError, which names the operation and the reason, for what cannot be split.
+        """
+        from .plan import plan
+
+        return plan(self, graph, mend)
 
     @property
     def error(self) -> Exception | None:

@@ -1,0 +1,289 @@
+"""What a meta device makes of a graph, before it runs: every split, every sum, every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from . import _rules
+from ._layout import Layout, layout_of
+from ._reduce import all_reduces, needing_a_barrier
+from ._rules import MIRRORED, GivesUp, Node, Operand, State, Step, Wrong
+from ._split import MAX_DIMS, SplitAxis, SplitState
+from ._views import Memory, held_by_view
+
+#: Operations that make a view of their first operand.
+VIEWS = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
+
+
+class Refusal(Exception):
+    """A node that cannot be split, by its number, and why.
+
+    `condition` is the condition in ggml's message, where ggml itself would give up.
+    """
+
+    def __init__(self, number: int, reason: str, condition: str = "") -> None:
+        super().__init__(number, reason, condition)
+        self.number = number
+        self.reason = reason
+        self.condition = condition
+
+
+@dataclass
+class Splits:
+    """The states of all tensors of a graph, in order of computation; None for empty ones."""
+
+    nodes: Sequence[Node]
+    n_devs: int
+    states: list[State | None] = field(default_factory=list)
+
+
+def propagate(nodes: Sequence[Node], given: dict[int, SplitState], n_devs: int) -> Splits:
+    """How all tensors of a graph are split; `given` are the splits of those with memory.
+
+    Raises Refusal at the first node that ggml would abort over, or get wrong.
+    """
+    found = Splits(nodes, n_devs)
+    for i in range(len(nodes)):
+        try:
+            found.states.append(_state(found, i, given))
+        except GivesUp as why:
+            reason = _refused(found, i, f"ggml has no split for the result ({why})")
+            raise Refusal(i, reason, str(why)) from None
+        except Wrong as why:
+            raise Refusal(i, _refused(found, i, str(why))) from None
+    return found
+
+
+def _state(splits: Splits, i: int, given: dict[int, SplitState]) -> State | None:
+    node = splits.nodes[i]
+    if i in given:
+        told = given[i]
+        return State(told, layout_of(told) if told.is_split else None)
+    if node.is_empty:
+        return None
+    if node.op == "NONE" and node.root is None:
+        return State(MIRRORED)
+    step = _step(splits, i)
+    told = _rules.apply(step)
+    if node.op in VIEWS:
+        return State(told, _viewed(splits, step, told))
+    held = _rules.held(step, told)
+    if node.root is not None and _viewed(splits, step, told) != held:
+        raise Wrong("it is written into memory that is split in another way")
+    return State(told, held)
+
+
+def _step(splits: Splits, i: int) -> Step:
+    operands: list[Operand | None] = []
+    for one in splits.nodes[i].operands:
+        if one is None or one == i:
+            operands.append(None)
+            continue
+        state = splits.states[one]
+        if state is None:
+            raise GivesUp("src_ss[i].axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
+        if state.axis == SplitAxis.PARTIAL and splits.nodes[one].op != "NONE":
+            state = State(MIRRORED)  # ggml adds it up before it is used
+        operands.append(Operand(splits.nodes[one], state))
+    return Step(splits.nodes[i], tuple(operands), splits.n_devs)
+
+
+def _viewed(splits: Splits, step: Step, told: SplitState) -> Layout | None:
+    """Which elements of a view the devices have, by the memory that it lies in."""
+    node = step.node
+    assert node.root is not None
+    root, state = splits.nodes[node.root], splits.states[node.root]
+    assert state is not None
+    if state.axis == SplitAxis.PARTIAL and root.op == "NONE":
+        raise Wrong(f"{root.name!r} is PARTIAL, which only a bias behind ADD_ID can be")
+    if not told.is_split:
+        if state.held is not None:
+            raise Wrong("it is a view of what is split, and ggml takes it for whole")
+        return None
+    if node.offset and state.held is None:
+        raise GivesUp("split_dim_view_src >= 0 && split_dim_view_src < GGML_MAX_DIMS")
+    shares, unit = told.shares, node.block_size if told.axis == 0 else 1
+    if any(share % unit for share in shares):
+        raise Wrong(f"a cut goes through a block of {unit} elements")
+    root_axis = MAX_DIMS if state.held is None else int(state.axis)
+    root_held = state.held or (((0, 1),),) * splits.n_devs
+    if root_axis == 0:
+        root_held = _in_blocks(root_held, root.block_size)
+    parts = [n // unit for n in shares]
+    found = held_by_view(_memory(node), int(told.axis), parts, _memory(root), root_axis, root_held)
+    if isinstance(found, str):
+        raise Wrong(found)
+    return tuple(tuple((a * unit, b * unit) for a, b in one) for one in found)
+
+
+def _in_blocks(layout: Layout, unit: int) -> Layout:
+    return tuple(tuple((a // unit, b // unit) for a, b in one) for one in layout)
+
+
+def _memory(node: Node) -> Memory:
+    return Memory((node.ne[0] // node.block_size, *node.ne[1:]), node.nb, node.offset)
+
+
+def _refused(splits: Splits, i: int, why: str) -> str:
+    node = splits.nodes[i]
+    told = []
+    for one in node.operands:
+        if one is not None and one != i:
+            operand, state = splits.nodes[one], splits.states[one]
+            told.append(f"{named(operand)} {in_words(operand, state)}")
+    return f"{named(node)} of {'; '.join(told)}: {why}" if told else f"{named(node)}: {why}"
+
+
+def named(node: Node) -> str:
+    """A tensor in a message."""
+    if node.op == "NONE":
+        return repr(node.name) if node.name else "a tensor without a name"
+    return f"{node.op} {node.name!r}" if node.name else node.op
+
+
+def in_words(node: Node, state: State | None) -> str:
+    """The shape and the split of a tensor, in a message."""
+    shape = "(" + ", ".join(map(str, reversed(node.ne[: node.n_dims]))) + ")"
+    if state is None:
+        return f"{shape}, empty"
+    if not state.told.is_split:
+        return f"{shape}, {state.axis.name.lower()}"
+    return f"{shape}, split along axis {int(state.axis)} {'+'.join(map(str, state.told.shares))}"
+
+
+# ---- what ggml can be brought to do
+
+
+@dataclass
+class Mended:
+    """A graph with the copies in it that it needs, and how it is split."""
+
+    splits: Splits
+    places: list[int]
+    """Where each of the given tensors is now."""
+    barriers: list[int]
+    """Which tensors are such copies; each stands behind the one that it is a copy of."""
+    outputs: list[int]
+    """What is read for each of the outputs."""
+    reduces: dict[int, int]
+    """After which tensor each partial result is added up."""
+
+
+def mended(
+    nodes: Sequence[Node],
+    given: dict[int, SplitState],
+    n_devs: int,
+    outputs: Sequence[int],
+    mend: bool = True,
+    in_place: str = "",
+) -> Mended:
+    """How a graph is split, with copies where it is right only with them.
+
+    `outputs` are what is read in the end. `in_place` is what is wrong with an operation that
+    writes into one of the given tensors, if anything is.
+
+    Raises Refusal for what would go wrong: at the first such node in order of computation. Without
+    `mend` what a copy would make right is refused as well.
+    """
+    found = Mended(propagate(nodes, given, n_devs), list(range(len(nodes))), [], list(outputs), {})
+    if in_place:
+        _check_in_place(found.splits, given, in_place)
+    needed = _needed(found)
+    if needed and not mend:
+        i, why = next(iter(sorted(needed.items())))
+        raise Refusal(i, _refused(found.splits, i, f"{why}; a copy (cont) in its place mends it"))
+    if needed:
+        found = _with_copies(found, given, needed)
+    found.reduces = all_reduces(found.splits.nodes, found.splits.states)
+    _check_sums(found)
+    _check_reads(found)
+    return found
+
+
+def _needed(found: Mended) -> dict[int, str]:
+    """The tensors that copies are needed of, and why."""
+    splits, outputs = found.splits, found.outputs
+    needed = {
+        i: "its addends would be used, or read, before they are added up"
+        for i in needing_a_barrier(splits.nodes, splits.states, outputs)
+        if not _has_partial_bias(splits, i)
+    }
+    for i in outputs:
+        node, state = splits.nodes[i], splits.states[i]
+        if state is not None and node.root is not None and i not in needed:
+            needed[i] = "it is read, and is a view"
+    return needed
+
+
+def _has_partial_bias(splits: Splits, i: int) -> bool:
+    """Whether it is the product before an ADD_ID with addends, which must follow it as it is."""
+    return any(
+        node.op == "ADD_ID" and node.operands[0] == i and _is_partial(splits, node.operands[1])
+        for node in splits.nodes
+    )
+
+
+def _is_partial(splits: Splits, i: int | None) -> bool:
+    state = None if i is None else splits.states[i]
+    return state is not None and state.axis == SplitAxis.PARTIAL
+
+
+def _check_sums(found: Mended) -> None:
+    """Raise Refusal where addends would still be used before they are added up."""
+    splits = found.splits
+    for i in needing_a_barrier(splits.nodes, splits.states, found.outputs):
+        raise Refusal(i, _refused(splits, i, "its addends would be used before they are added up"))
+    for i, node in enumerate(splits.nodes):
+        if node.op == "ADD_ID" and _is_partial(splits, node.operands[1]):
+            product = node.operands[0]
+            if product is None or not product < i <= found.reduces.get(product, -1):
+                why = "its bias is PARTIAL, so it must follow a row-parallel product at once"
+                raise Refusal(i, _refused(splits, i, why))
+
+
+def _check_reads(found: Mended) -> None:
+    """Raise Refusal for an output whose parts ggml cannot put together."""
+    for i in found.outputs:
+        node, state = found.splits.nodes[i], found.splits.states[i]
+        if state is None or not state.told.is_split:
+            continue
+        told = state.told
+        whole = told.axis + 2 if told.n_segments > 1 or told.nr[0] > 1 else MAX_DIMS
+        if told.axis == SplitAxis.AXIS_3 or any(n != 1 for n in node.ne[whole:]):
+            why = "ggml cannot put the parts together of what is cut along this axis"
+            raise Refusal(i, _refused(found.splits, i, why))
+
+
+def _check_in_place(splits: Splits, given: Collection[int], why: str) -> None:
+    for i, node in enumerate(splits.nodes):
+        if node.root in given and node.op not in (*VIEWS, "NONE"):
+            raise Refusal(i, _refused(splits, i, why))
+
+
+def _with_copies(found: Mended, given: dict[int, SplitState], needed: Collection[int]) -> Mended:
+    nodes: list[Node] = []
+    places: list[int] = []  # of what is there
+    reads: list[int] = []  # of what stands for it
+    barriers = []
+    for i, node in enumerate(found.splits.nodes):
+        operands = tuple(
+            None if one is None else len(nodes) if one == i else reads[one] for one in node.operands
+        )
+        root = None if node.root is None else reads[node.root]
+        places.append(len(nodes))
+        nodes.append(replace(node, operands=operands, root=root))
+        if i in needed:
+            barriers.append(len(nodes))
+            nodes.append(_copy_of(node, places[-1]))
+        reads.append(len(nodes) - 1)
+    states = {places[i]: state for i, state in given.items()}
+    splits = propagate(nodes, states, found.splits.n_devs)
+    return Mended(splits, places, barriers, [reads[i] for i in found.outputs], {})
+
+
+def _copy_of(node: Node, i: int) -> Node:
+    nb = [node.type_size, node.type_size * node.ne[0] // node.block_size]
+    for n in node.ne[1:-1]:
+        nb.append(nb[-1] * n)
+    return replace(node, op="CONT", operands=(i,), params=b"", nb=tuple(nb), root=None, offset=0)

@@ -1,0 +1,265 @@
+"""Plans: how a meta device will split a graph, what it will add up, and what memory that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import capi
+from .._copies import copy, graph_of, put_in
+from .._handles import address
+from .._loader import ffi
+from ..capi import types
+from ..enums import ggml_op, ggml_type
+from ..errors import SplitError
+from ._create import split_function
+from ._layout import unpermuted
+from ._planner import Mended, Refusal, mended
+from ._rules import Node, State
+from ._split import SplitState
+
+if TYPE_CHECKING:
+    from ..graph import Graph
+    from .device import MetaDevice
+
+#: What is wrong with writing into a static tensor where all devices compute in this process.
+IN_PLACE = (
+    "it writes into a tensor of a meta device whose devices all are host memory, which ggml gets "
+    "wrong: use rpc.LocalWorkers, or another device among them"
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor of a graph on a meta device.
+
+    ``shapes`` and ``nbytes`` are those of each device's part, shapes in NumPy's order. What is
+    MIRRORED is whole on each; of what is PARTIAL each has an addend of the full shape.
+    """
+
+    name: str
+    op: str
+    """The operation, as ggml names it; "NONE" for weights and inputs."""
+    type: ggml_type
+    split: SplitState
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: tuple[int, ...]
+    is_static: bool
+    """Whether it has memory of its own, as weights and caches do."""
+    is_copy: bool = False
+    """Whether it is put in: a copy of the tensor before it, which is used in that one's place."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """A sum of the addends that the devices have of a partial result."""
+
+    tensor: str
+    after: str
+    """The operation after which ggml does it: `tensor` itself, or a later one."""
+    nbytes: int
+    """Of the tensor, in F32."""
+    n_copies: int
+    """How many times that is copied from one device to another by ggml's own routine."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes copied from device to device."""
+        return self.nbytes * self.n_copies
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a meta device makes of a graph. All numbers of bytes are one for each device.
+
+    ``compute`` is the memory for inputs and results: ggml takes as much on every device as one
+    device alone would need.
+    """
+
+    devices: tuple[str, ...]
+    tensors: tuple[Planned, ...]
+    all_reduces: tuple[AllReduce, ...]
+    weights: tuple[int, ...]
+    compute: int
+    free: tuple[int, ...]
+    """Free memory of each device when the plan was made; 0 where it does not say."""
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Bytes of weights and compute memory."""
+        return tuple(n + self.compute for n in self.weights)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compute memory, and weights yet to be loaded, is free on every device."""
+        return all(not free or self.compute <= free for free in self.free)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a run copies from device to device in all-reduces."""
+        return sum(one.moved for one in self.all_reduces)
+
+    def __getitem__(self, name: str) -> Planned:
+        """The tensor of this name. Raises KeyError where there is none, or are several."""
+        found = [one for one in self.tensors if one.name == name and not one.is_copy]
+        if len(found) != 1:
+            raise KeyError(f"{len(found)} tensors have the name {name!r}")
+        return found[0]
+
+    def __str__(self) -> str:
+        """A line for each tensor, each all-reduce and each device."""
+        lines = [
+            f"{one.op:<16} {one.name:<24} {one.split}  "
+            + "  ".join(map(str, one.shapes if one.split.is_split else one.shapes[:1]))
+            for one in self.tensors
+        ]
+        lines += [f"all-reduce of {one.tensor!r}: {one.moved} bytes" for one in self.all_reduces]
+        for name, weights, free in zip(self.devices, self.weights, self.free, strict=True):
+            lines.append(f"{name}: {weights} + {self.compute} bytes, of {free or 'unknown'} free")
+        return "\n".join(lines)
+
+
+def plan(device: MetaDevice, graph: Graph, mend: bool = True) -> Plan:
+    """How the device splits the graph; what `MetaDevice.plan` does."""
+    with graph._open():
+        order = graph._order()
+        numbers = {address(one): i for i, one in enumerate(order)}
+        found = make(device, order, [numbers[address(one.handle)] for one in graph.outputs], mend)
+        compute = _compute_memory(device, order, found)
+        return _told(device, order, found, compute)
+
+
+def _told(
+    device: MetaDevice, order: Sequence[types.ggml_tensor], found: Mended, compute: int
+) -> Plan:
+    nodes, states, n = found.splits.nodes, found.splits.states, len(device.devices)
+    static = {found.places[i] for i, one in enumerate(order) if one.buffer and not one.view_src}
+    tensors = []
+    for i, (node, state) in enumerate(zip(nodes, states, strict=True)):
+        split = SplitState.mirrored() if state is None else state.told
+        sizes = [_part(node, state, j) for j in range(n)]
+        tensors.append(
+            Planned(
+                node.name,
+                node.op,
+                ggml_type(node.type),
+                split,
+                tuple(tuple(reversed(ne[: node.n_dims])) for ne in sizes),
+                tuple(_nbytes(node, ne) for ne in sizes),
+                i in static,
+                i in found.barriers,
+            )
+        )
+    copies = copies_of_sum(n)
+    sums = tuple(
+        AllReduce(nodes[i].name, nodes[last].name, 4 * math.prod(nodes[i].ne), copies)
+        for i, last in found.reduces.items()
+    )
+    weights = [sum(one.nbytes[j] for one in tensors if one.is_static) for j in range(n)]
+    free = tuple(child.memory.free for child in device.devices)
+    names = tuple(child.name for child in device.devices)
+    return Plan(names, tuple(tensors), sums, tuple(weights), compute, free)
+
+
+def _part(node: Node, state: State | None, j: int) -> tuple[int, ...]:
+    """The shape, in ggml's order, of a device's part."""
+    if state is None or not state.told.is_split:
+        return node.ne
+    ne = list(node.ne)
+    ne[state.axis] = state.told.shares[j]
+    return tuple(ne)
+
+
+def _nbytes(node: Node, ne: Sequence[int]) -> int:
+    return math.prod(ne) // node.block_size * node.type_size
+
+
+def _compute_memory(device: MetaDevice, order: Sequence[types.ggml_tensor], found: Mended) -> int:
+    """The bytes that ggml's allocator takes on each device."""
+    context, copies = copy(order, 2 * len(found.barriers))
+    allocator = capi.ggml_gallocr_new(capi.ggml_backend_dev_buffer_type(device.handle))
+    try:
+        tensors = put_in(context, copies, found.places, found.barriers)
+        for i, one in enumerate(tensors):
+            if one.op == ggml_op.GGML_OP_NONE and not one.buffer:
+                capi.ggml_set_input(one)
+            if i in found.outputs:
+                capi.ggml_set_output(one)
+        return sum(capi.ggml_gallocr_reserve_n_size(allocator, graph_of(context, tensors)))
+    finally:
+        capi.ggml_gallocr_free(allocator)
+        capi.ggml_free(context)
+
+
+def make(
+    device: MetaDevice, order: Sequence[types.ggml_tensor], outputs: Sequence[int], mend: bool
+) -> Mended:
+    """How a graph is split on a meta device. Raises SplitError where it cannot be."""
+    numbers = {address(one): i for i, one in enumerate(order)}
+    nodes = [node_of(one, numbers) for one in order]
+    given = {}
+    for i, one in enumerate(order):
+        if one.buffer and not one.view_src:
+            given[i] = _given(device, one)
+    host = all(
+        capi.ggml_backend_buft_is_host(capi.ggml_backend_dev_buffer_type(child.handle))
+        for child in device.devices
+    )
+    try:
+        return mended(nodes, given, len(device.devices), outputs, mend, IN_PLACE if host else "")
+    except Refusal as why:
+        # what a closed latch has mirrored may be what does not fit
+        raise SplitError(f"{device.name} cannot split the graph: {why.reason}") from device.error
+
+
+def _given(device: MetaDevice, tensor: types.ggml_tensor) -> SplitState:
+    """The split of a tensor that has memory on the device."""
+    where = capi.ggml_backend_buft_get_device(capi.ggml_backend_buffer_get_type(tensor.buffer))
+    if where != device.handle:
+        name = capi.ggml_get_name(tensor)
+        raise SplitError(f"{name!r} has its memory elsewhere than on {device.name}")
+    return split_function(where).frozen(address(tensor)) or SplitState.mirrored()
+
+
+def node_of(tensor: types.ggml_tensor, numbers: dict[int, int]) -> Node:
+    """What the rules look at of a tensor; `numbers` are those of all tensors, by address."""
+    kind = ggml_type(tensor.type)
+    operands = [numbers[address(one)] if one else None for one in tensor.src]
+    while operands and operands[-1] is None:
+        operands.pop()
+    return Node(
+        name=capi.ggml_get_name(tensor),
+        op=ggml_op(tensor.op).name.removeprefix("GGML_OP_"),
+        type=int(kind),
+        block_size=capi.ggml_blck_size(kind),
+        type_size=capi.ggml_type_size(kind),
+        ne=tuple(tensor.ne),
+        nb=tuple(tensor.nb),
+        operands=tuple(operands),
+        params=bytes(ffi.buffer(tensor.op_params)),
+        root=numbers[address(tensor.view_src)] if tensor.view_src else None,
+        offset=tensor.view_offs,
+    )
+
+
+def copies_of_sum(n_devices: int) -> int:
+    """How many copies of a whole tensor an all-reduce makes between devices, by ggml's routine."""
+    m = 1 << (n_devices.bit_length() - 1)
+    return 2 * (n_devices - m) + m * (m.bit_length() - 1)
+
+
+def reading_order(found: Mended, i: int, ndim: int) -> tuple[int, npt.NDArray[np.int64]] | None:
+    """The axis in NumPy's order, and where in what ggml reads each of its elements stands.
+
+    None where each stands in its place.
+    """
+    state = found.splits.states[i]
+    if state is None or state.held is None:
+        return None
+    order = unpermuted(state.told, state.held)
+    return None if order is None else (ndim - 1 - state.axis, order)
