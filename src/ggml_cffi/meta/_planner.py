@@ -48,8 +48,8 @@ def propagate(nodes: Sequence[Node], given: dict[int, SplitState], n_devs: int) 
         try:
             found.states.append(_state(found, i, given))
         except GivesUp as why:
-            reason = _refused(found, i, f"ggml has no split for the result ({why})")
-            raise Refusal(i, reason, str(why)) from None
+            reason = _refused(found, i, f"{why.why} (ggml would abort: {why.condition})")
+            raise Refusal(i, reason, why.condition) from None
         except Wrong as why:
             raise Refusal(i, _refused(found, i, str(why))) from None
     return found
@@ -82,7 +82,7 @@ def _step(splits: Splits, i: int) -> Step:
             continue
         state = splits.states[one]
         if state is None:
-            raise GivesUp("src_ss[i].axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
+            raise _rules.empty()
         if state.axis == SplitAxis.PARTIAL and splits.nodes[one].op != "NONE":
             state = State(MIRRORED)  # ggml adds it up before it is used
         operands.append(Operand(splits.nodes[one], state))
@@ -102,7 +102,10 @@ def _viewed(splits: Splits, step: Step, told: SplitState) -> Layout | None:
             raise Wrong("it is a view of what is split, and ggml takes it for whole")
         return None
     if node.offset and state.held is None:
-        raise GivesUp("split_dim_view_src >= 0 && split_dim_view_src < GGML_MAX_DIMS")
+        raise GivesUp(
+            "it is a cut view of what is whole",
+            "split_dim_view_src >= 0 && split_dim_view_src < GGML_MAX_DIMS",
+        )
     shares, unit = told.shares, node.block_size if told.axis == 0 else 1
     if any(share % unit for share in shares):
         raise Wrong(f"a cut goes through a block of {unit} elements")
@@ -181,14 +184,14 @@ def mended(
     """How a graph is split, with copies where it is right only with them.
 
     `outputs` are what is read in the end. `in_place` is what is wrong with an operation that
-    writes into one of the given tensors, if anything is.
+    writes into a tensor that is no result, if anything is.
 
     Raises Refusal for what would go wrong: at the first such node in order of computation. Without
     `mend` what a copy would make right is refused as well.
     """
     found = Mended(propagate(nodes, given, n_devs), list(range(len(nodes))), [], list(outputs), {})
     if in_place:
-        _check_in_place(found.splits, given, in_place)
+        _check_in_place(found.splits, in_place)
     needed = _needed(found)
     if needed and not mend:
         i, why = next(iter(sorted(needed.items())))
@@ -255,9 +258,11 @@ def _check_reads(found: Mended) -> None:
             raise Refusal(i, _refused(found.splits, i, why))
 
 
-def _check_in_place(splits: Splits, given: Collection[int], why: str) -> None:
+def _check_in_place(splits: Splits, why: str) -> None:
     for i, node in enumerate(splits.nodes):
-        if node.root in given and node.op not in (*VIEWS, "NONE"):
+        if node.op in (*VIEWS, "NONE") or node.root is None:
+            continue
+        if splits.nodes[node.root].op == "NONE" and not node.is_empty:
             raise Refusal(i, _refused(splits, i, why))
 
 

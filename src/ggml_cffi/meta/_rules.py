@@ -21,7 +21,12 @@ MIRRORED, PARTIAL = SplitState.mirrored(), SplitState.partial()
 
 
 class GivesUp(Exception):
-    """ggml aborts; the argument is the condition that its message names."""
+    """ggml aborts: why, in words, and the condition that its message names."""
+
+    def __init__(self, why: str, condition: str) -> None:
+        super().__init__(why, condition)
+        self.why = why
+        self.condition = condition
 
 
 class Wrong(Exception):
@@ -116,14 +121,24 @@ class Rule(NamedTuple):
     held: Held
 
 
+_RATIOS = "the devices have other shares of one operand than of another"
+_ALONG_0 = "it is computed along axis 0, which is cut"
+
+
+def empty() -> GivesUp:
+    """What to raise for an operand without elements."""
+    why = "ggml has no split for an operand without elements"
+    return GivesUp(why, "src_ss[i].axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
+
+
 def apply(step: Step) -> SplitState:
     """The split of a result as ggml has it. Raises GivesUp where it aborts."""
     for one in step.present():
         if one.node.is_empty:
-            raise GivesUp("src_ss[i].axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
+            raise empty()
     rule = RULES.get(step.node.op)
     if rule is None:
-        raise GivesUp("ggml op not implemented")
+        raise GivesUp("ggml has no rule for the operation", "ggml op not implemented")
     return _scaled(step, rule.told(step))
 
 
@@ -161,16 +176,20 @@ def _scaled(step: Step, told: SplitState) -> SplitState:
             for j, share in enumerate(state.shares):
                 ne[j], rest = divmod(share * node.ne[told.axis], length * nr[0])
                 if rest:
-                    raise GivesUp("split_state.ne[j] % div == 0")
+                    raise GivesUp(
+                        "the shares do not fit the result", "split_state.ne[j] % div == 0"
+                    )
         else:
             if n_segments != 1:
-                raise GivesUp("split_state.n_segments == 1")
+                raise GivesUp(_RATIOS, "split_state.n_segments == 1")
             for j, share in enumerate(state.shares):
                 if ne[j] * nr[0] * length != share * node.ne[told.axis]:
-                    raise GivesUp("split_state.ne[j]*split_state.nr[0] * tensor->src[i]->ne")
+                    raise GivesUp(
+                        _RATIOS, "split_state.ne[j]*split_state.nr[0] * tensor->src[i]->ne"
+                    )
         first = False
     if first:
-        raise GivesUp("!first_src_split_by_axis")
+        raise GivesUp("no operand says what share is whose", "!first_src_split_by_axis")
     return SplitState(told.axis, tuple(ne), n_segments, nr)
 
 
@@ -192,7 +211,8 @@ def _generic(step: Step, whole: bool) -> SplitState:
         or not all(_equal(states[0], one) for one in states)
         or (whole and states[0].is_split)
     ):
-        raise GivesUp("ret.axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
+        why = "its operands must be mirrored" if whole else "its operands must all be split alike"
+        raise GivesUp(why, "ret.axis != GGML_BACKEND_SPLIT_AXIS_UNKNOWN")
     return states[0]
 
 
@@ -206,7 +226,7 @@ def _uncut(step: Step) -> SplitState:
 
 def _by_row(step: Step) -> SplitState:
     if step.axis(0) == SplitAxis.AXIS_0:
-        raise GivesUp("src_ss[0].axis != GGML_BACKEND_SPLIT_AXIS_0")
+        raise GivesUp(_ALONG_0, "src_ss[0].axis != GGML_BACKEND_SPLIT_AXIS_0")
     return step[0].state.told
 
 
@@ -221,7 +241,9 @@ def _broadcast(step: Step) -> SplitState:
     ):
         return a.state.told
     if third is not None and third != mirrored:
-        raise GivesUp("src_ss[2].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED")
+        raise GivesUp(
+            "its ids must be mirrored", "src_ss[2].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED"
+        )
     return _same(step)
 
 
@@ -230,7 +252,10 @@ def _concat(step: Step) -> SplitState:
     for one, other, i in ((a, b, 1), (b, a, 0)):
         if one.axis == SplitAxis.MIRRORED and other.is_split:
             if other.axis == axis:
-                raise GivesUp(f"concat_axis != src_ss[{i}].axis")
+                raise GivesUp(
+                    "it is put together along the axis that is cut",
+                    f"concat_axis != src_ss[{i}].axis",
+                )
             return other
     if a.axis == b.axis and a.axis != axis:
         return a
@@ -248,9 +273,12 @@ def _product(step: Step) -> SplitState:
         return b
     if a.axis == b.axis == 0:
         if not _equal(a, b):
-            raise GivesUp("split_states_equal(src_ss[0], src_ss[1])")
+            raise GivesUp(
+                "the shares of the two differ", "split_states_equal(src_ss[0], src_ss[1])"
+            )
         return PARTIAL
-    raise GivesUp("fatal error")
+    why = "only both mirrored, one of them along axis 1, or both along axis 0 go together"
+    raise GivesUp(why, "fatal error")
 
 
 def _reshape(step: Step) -> SplitState:
@@ -259,7 +287,7 @@ def _reshape(step: Step) -> SplitState:
     if not state.is_split:
         return state
     if state.n_segments != 1:
-        raise GivesUp("src_ss[0].n_segments == 1")
+        raise GivesUp("what is cut in segments keeps its shape", "src_ss[0].n_segments == 1")
     if state.axis == source.node.n_dims - 1 and state.nr[0] == 1:
         return _along(node.n_dims - 1)
     base = math.prod(source.node.ne[: state.axis + 1]) // state.nr[0]
@@ -270,9 +298,9 @@ def _reshape(step: Step) -> SplitState:
             return _along(dim, product // base)
         if product > base:
             if state.nr[0] != 1:
-                raise GivesUp("src_ss[0].nr[0]      == 1")
+                raise GivesUp("what is cut in repeats keeps its shape", "src_ss[0].nr[0]      == 1")
             return _along(dim)
-    raise GivesUp("shape mismatch")
+    raise GivesUp("the cut goes along no axis of the new shape", "shape mismatch")
 
 
 def _copy(step: Step) -> SplitState:
@@ -305,10 +333,11 @@ def _view(step: Step) -> SplitState:
         for dim in range(MAX_DIMS - 1):
             if node.nb[dim + 1] == source.node.nb[state.axis + 1]:
                 return _along(dim)
-        raise GivesUp("fatal error")
+        raise GivesUp("the view narrows what is inside of the axis that is cut", "fatal error")
     if not state.is_split:
         return state
-    raise GivesUp("view of permuted tensor not implemented")
+    why = "views of what is permuted, and cut, must have its strides"
+    raise GivesUp(why, "view of permuted tensor not implemented")
 
 
 def _moved(step: Step) -> SplitState:
@@ -316,7 +345,10 @@ def _moved(step: Step) -> SplitState:
     if not state.is_split or (step.node.op == "TRANSPOSE" and state.axis > 1):
         return state
     if state.n_segments != 1 and state.nr[0] != 1:
-        raise GivesUp("src_ss[0].n_segments == 1 || src_ss[0].nr[0] == 1")
+        raise GivesUp(
+            "what is cut in repeats is not permuted",
+            "src_ss[0].n_segments == 1 || src_ss[0].nr[0] == 1",
+        )
     return _along(_new_axis(step, state.axis), state.nr[0])
 
 
@@ -335,17 +367,23 @@ def _get_rows(step: Step) -> SplitState:
 
 def _set_rows(step: Step) -> SplitState:
     if step.axis(0) == SplitAxis.AXIS_1:
-        raise GivesUp("src_ss[0].axis != GGML_BACKEND_SPLIT_AXIS_1")
+        raise GivesUp("the rows are cut", "src_ss[0].axis != GGML_BACKEND_SPLIT_AXIS_1")
     if step.axis(1) != SplitAxis.MIRRORED:
-        raise GivesUp("src_ss[1].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED")
+        raise GivesUp(
+            "its ids must be mirrored", "src_ss[1].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED"
+        )
     if not _equal(step[0].state.told, step[2].state.told):
-        raise GivesUp("split_states_equal(src_ss[0], src_ss[2])")
+        raise GivesUp(
+            "the rows are not split as what they go into",
+            "split_states_equal(src_ss[0], src_ss[2])",
+        )
     return step[0].state.told
 
 
 def _rope(step: Step) -> SplitState:
     if step.axis(1) != SplitAxis.MIRRORED:
-        raise GivesUp("src_ss[1].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED")
+        why = "the positions must be mirrored"
+        raise GivesUp(why, "src_ss[1].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED")
     return step[0].state.told
 
 
@@ -354,19 +392,30 @@ def _pad(step: Step) -> SplitState:
     if state.is_split:
         for i in (0, 1):
             if step.node.integer(2 * state.axis + i):
-                raise GivesUp(f"tensor->op_params[2*src_ss[0].axis + {i}] == 0")
+                raise GivesUp(
+                    "it is longer along the axis that is cut",
+                    f"tensor->op_params[2*src_ss[0].axis + {i}] == 0",
+                )
     return state
 
 
 def _attention(step: Step) -> SplitState:
     for i in range(3):
         if step.axis(i) != SplitAxis.AXIS_2:
-            raise GivesUp(f"src_ss[{i}].axis == GGML_BACKEND_SPLIT_AXIS_2")
+            raise GivesUp(
+                "queries, keys and values must all be split by heads, along axis 2",
+                f"src_ss[{i}].axis == GGML_BACKEND_SPLIT_AXIS_2",
+            )
     if step.get(4) is not None:
         if step.axis(3) != SplitAxis.MIRRORED:
-            raise GivesUp("src_ss[3].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED")
+            raise GivesUp(
+                "the mask must be mirrored", "src_ss[3].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED"
+            )
         if step.axis(4) != SplitAxis.AXIS_0:
-            raise GivesUp("src_ss[4].axis == GGML_BACKEND_SPLIT_AXIS_0")
+            raise GivesUp(
+                "the sinks must be split along axis 0",
+                "src_ss[4].axis == GGML_BACKEND_SPLIT_AXIS_0",
+            )
     return _along(1)
 
 
@@ -383,9 +432,13 @@ def _delta_net(step: Step) -> SplitState:
         return MIRRORED
     for i, axis in enumerate(axes[:5]):
         if axis != SplitAxis.AXIS_1:
-            raise GivesUp(f"src_ss[{i}].axis == GGML_BACKEND_SPLIT_AXIS_1")
+            raise GivesUp(
+                "its operands must be mirrored", f"src_ss[{i}].axis == GGML_BACKEND_SPLIT_AXIS_1"
+            )
     if axes[5] not in (SplitAxis.AXIS_0, SplitAxis.AXIS_1, SplitAxis.AXIS_2):
-        raise GivesUp("src_ss[5].axis == GGML_BACKEND_SPLIT_AXIS_2")
+        raise GivesUp(
+            "its operands must be mirrored", "src_ss[5].axis == GGML_BACKEND_SPLIT_AXIS_2"
+        )
     return _along(0)
 
 
@@ -432,7 +485,7 @@ def _held_whole(step: Step, told: SplitState) -> Layout | None:
 def _held_by_row(step: Step, told: SplitState) -> Layout | None:
     layout = _agreeing(step)
     if told.axis == SplitAxis.AXIS_0:
-        raise Wrong("it is computed along axis 0, which is cut")
+        raise Wrong(_ALONG_0)
     return layout
 
 
@@ -587,7 +640,7 @@ def _held_attention(step: Step, told: SplitState) -> Layout | None:
 def _held_ssm_conv(step: Step, told: SplitState) -> Layout | None:
     layout = _agreeing(step, 0, 1)
     if layout is not None and step.axis(0) != SplitAxis.AXIS_1:
-        raise Wrong("it is computed along axis 0, which is cut")
+        raise Wrong(_ALONG_0)
     return layout
 
 

@@ -221,8 +221,8 @@ def _given(device: MetaDevice, tensor: types.ggml_tensor) -> SplitState:
     """The split of a tensor that has memory on the device."""
     where = capi.ggml_backend_buft_get_device(capi.ggml_backend_buffer_get_type(tensor.buffer))
     if where != device.handle:
-        name = capi.ggml_get_name(tensor)
-        raise SplitError(f"{name!r} has its memory elsewhere than on {device.name}")
+        name, place = capi.ggml_get_name(tensor), capi.ggml_backend_buffer_name(tensor.buffer)
+        raise SplitError(f"{name!r} has its memory on {place}, not on {device.name}")
     return split_function(where).frozen(address(tensor)) or SplitState.mirrored()
 
 
