@@ -2,27 +2,34 @@
 
 `MetaDevice` spreads tensors over several devices as a Python function says that answers with
 `SplitState`s; `split_function(device)` tells of a meta device made through `capi` what its function
-answered and whether it failed.
+answered and whether it failed. `policies` are split functions to choose from. `MetaDevice.plan`
+says what becomes of a graph before it runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from . import policies
 from ._latch import ErrorLatch, SplitFunction
 from ._split import SplitAxis, SplitState, TensorInfo
 
 if TYPE_CHECKING:
     from ._create import split_function
     from .device import MetaDevice
+    from .plan import AllReduce, Plan, Planned
 
 __all__ = [
+    "AllReduce",
     "ErrorLatch",
     "MetaDevice",
+    "Plan",
+    "Planned",
     "SplitAxis",
     "SplitFunction",
     "SplitState",
     "TensorInfo",
+    "policies",
     "split_function",
 ]
 
@@ -33,6 +40,10 @@ def __getattr__(name: str) -> object:
         from .device import MetaDevice
 
         return MetaDevice
+    if name in ("AllReduce", "Plan", "Planned"):
+        from . import plan
+
+        return getattr(plan, name)
     if name == "split_function":
         from ._create import split_function
 

@@ -169,7 +169,7 @@ class SplitState:
             raise ValueError(f"{where}: granularity is {step}, expected at least 1")
         if split_axis == SplitAxis.AXIS_0:
             step = math.lcm(step, info.block_size)
-        return check_answer(_cut(info.ne[split_axis], split_axis, ratios, step, where), info, None)
+        return check_answer(cut(info.ne[split_axis], split_axis, ratios, step, where), info, None)
 
     @property
     def is_split(self) -> bool:
@@ -326,7 +326,7 @@ def _repeats(value: object, n_segments: int, where: str) -> tuple[int, ...]:
     return (1,) * n_segments if value is None else integers(value, "nr", where, n_segments)
 
 
-def _cut(
+def cut(
     length: int, axis: SplitAxis, proportions: Iterable[object], step: int, where: str
 ) -> SplitState:
     weights = ratios(proportions, where)

@@ -1,0 +1,233 @@
+"""The names of weights in common model files, and where they can be cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from ._numbers import ratios as _ratios
+from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules
+
+if TYPE_CHECKING:
+    from ..gguf import GGUFFile
+
+#: A feed-forward part is cut on multiples of this, whatever its type: see META.md, section 3.
+FFN_STEP = 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The numbers of a layer that its cuts depend on."""
+
+    heads: int
+    kv_heads: int
+    key_length: int
+    value_length: int
+    hidden: int
+    attention_block: int = 1
+    """Elements in a block of the type of the attention's output weight."""
+    ffn_block: int = 1
+    """The same, of the feed-forward part's last weight."""
+
+    def attention(self, n: int) -> Group | None:
+        """How the heads are shared out; None where there are fewer KV heads than devices.
+
+        The group's length is in query rows. A share is whole KV heads with their queries, and
+        whole blocks of the output weight, which is cut along with the values.
+        """
+        if self.kv_heads < n or self.heads % self.kv_heads:
+            return None
+        per_group = self.heads // self.kv_heads
+        rows, columns = per_group * self.key_length, per_group * self.value_length
+        groups = math.lcm(columns, self.attention_block) // columns
+        if self.kv_heads // groups < n:
+            return None
+        return Group(self.heads * self.key_length, groups * rows)
+
+    def feed_forward(self, n: int) -> Group | None:
+        """How the hidden units are shared out; None where there are too few."""
+        for step in (math.lcm(self.ffn_block, FFN_STEP), self.ffn_block):
+            if self.hidden % self.ffn_block == 0 and self.hidden // step >= n:
+                return Group(self.hidden, step)
+        return None
+
+
+@dataclass(frozen=True)
+class Names:
+    """The patterns of one naming scheme; ``(?P<layer>...)`` is in each but the last two."""
+
+    columns: str
+    """Queries, keys and values, weights, biases and caches."""
+    fused: str
+    """Queries, keys and values in one."""
+    output: str
+    """The attention's output weight."""
+    up: str
+    """Gate and up, of experts too."""
+    gate_up: str
+    """Gate and up in one."""
+    down: str
+    down_bias: str
+    """The bias of experts' down."""
+    vocabulary: str
+
+
+_GGUF = Names(
+    columns=r"blk\.{n}\.attn_[qkv]\.(weight|bias)|cache_[kv]_l{n}( \(view\))?",
+    fused=r"blk\.{n}\.attn_qkv\.(weight|bias)",
+    output=r"blk\.{n}\.attn_output\.weight",
+    up=r"blk\.{n}\.ffn_(up|gate)(_exps)?\.(weight|bias)",
+    gate_up=r"blk\.{n}\.(ffn_gate_up(_exps)?|ffn_up)\.(weight|bias)",
+    down=r"blk\.{n}\.ffn_down(_exps)?\.weight",
+    down_bias=r"blk\.{n}\.ffn_down_exps\.bias",
+    vocabulary=r"output\.weight",
+)
+_HUGGING_FACE = Names(
+    columns=r"model\.layers\.{n}\.self_attn\.[qkv]_proj\.(weight|bias)",
+    fused=r"model\.layers\.{n}\.self_attn\.qkv_proj\.(weight|bias)",
+    output=r"model\.layers\.{n}\.self_attn\.o_proj\.weight",
+    up=(
+        r"model\.layers\.{n}\.(mlp\.(gate|up)_proj"
+        r"|block_sparse_moe\.experts\.\d+\.w[13]|mlp\.experts\.\d+\.(gate|up)_proj)\.(weight|bias)"
+    ),
+    gate_up=r"model\.layers\.{n}\.mlp\.gate_up_proj\.(weight|bias)",
+    down=(
+        r"model\.layers\.{n}\.(mlp\.down_proj"
+        r"|block_sparse_moe\.experts\.\d+\.w2|mlp\.experts\.\d+\.down_proj)\.weight"
+    ),
+    down_bias=r"(?!)",
+    vocabulary=r"lm_head\.weight",
+)
+
+
+def rules(
+    names: Names,
+    layers: Sequence[Layer],
+    ratios: Sequence[float | Fraction],
+    vocabulary: bool,
+    fused_gate: Iterable[int] = (),
+) -> Rules:
+    """The rules for a model with these layers; `fused_gate` are those with gate and up in one."""
+    parts = _ratios(ratios, "policy")
+    n = sum(1 for part in parts if part)
+    found: list[Rule] = []
+    groups: dict[str, Group] = {}
+    fused = set(fused_gate)
+    for i, layer in enumerate(layers):
+
+        def add(pattern: str, cut: Any, i: int = i) -> None:
+            found.append(Rule(pattern.replace("{n}", str(i)), cut))
+
+        attention, ffn = layer.attention(n), layer.feed_forward(n)
+        if attention is None:
+            why = Mirror(f"{layer.kv_heads} KV heads are too few for {n} devices")
+            for pattern in (names.columns, names.fused, names.output):
+                add(pattern, why)
+        else:
+            groups[f"attention {i}"] = attention
+            lengths = (
+                layer.heads * layer.key_length,
+                layer.kv_heads * layer.key_length,
+                layer.kv_heads * layer.value_length,
+            )
+            add(names.columns, Column(f"attention {i}"))
+            add(names.fused, Fused(lengths, f"attention {i}"))
+            add(names.output, Row(f"attention {i}"))
+        if ffn is None:
+            add(f"{names.up}|{names.gate_up}|{names.down}", Mirror("it is too small to be cut"))
+        else:
+            groups[f"ffn {i}"] = ffn
+            if i in fused:
+                add(names.gate_up, Fused((layer.hidden,) * 2, f"ffn {i}"))
+            add(names.up, Column(f"ffn {i}"))
+            add(names.down, Row(f"ffn {i}"))
+            add(names.down_bias, Partial())
+    if vocabulary:
+        found.append(Rule(names.vocabulary, Column()))
+    found.append(Rule(".*", Mirror("each device needs all of it")))
+    return Rules(found, parts, groups)
+
+
+def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
+    """What `policies.gguf` does."""
+    from .. import capi
+
+    metadata, name = file.metadata, file.name
+    architecture = metadata.get("general.architecture")
+
+    def number(key: str, layer: int, default: int | None = None) -> int:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is not None and not isinstance(value, (int, str)):
+            value = list(value)[layer]  # one for each layer
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} has no number {architecture}.{key} in its metadata")
+        return value
+
+    def block(tensor: str) -> int:
+        if tensor not in file.tensors:
+            return 1
+        return capi.ggml_blck_size(file.tensors[tensor].type)
+
+    layers, fused = [], []
+    for i in range(number("block_count", 0)):
+        heads = number("attention.head_count", i)
+        kv_heads = number("attention.head_count_kv", i, heads)
+        length = number("embedding_length", i) // max(heads, 1)
+        down = f"blk.{i}.ffn_down"
+        expert = f"{down}_exps.weight" in file.tensors
+        hidden = number("feed_forward_length", i)
+        if expert:
+            hidden = number("expert_feed_forward_length", i, hidden)
+        layers.append(
+            Layer(
+                heads,
+                kv_heads,
+                number("attention.key_length", i, length),
+                number("attention.value_length", i, length),
+                hidden,
+                block(f"blk.{i}.attn_output.weight"),
+                block(f"{down}_exps.weight" if expert else f"{down}.weight"),
+            )
+        )
+        up = file.tensors.get(f"blk.{i}.ffn_up.weight")
+        if f"blk.{i}.ffn_gate_up.weight" in file.tensors or (
+            up is not None and up.ne[1] == 2 * hidden
+        ):
+            fused.append(i)
+    return rules(_GGUF, layers, ratios, "output.weight" in file.tensors, fused)
+
+
+def of_hugging_face(
+    config: Mapping[str, object], ratios: Sequence[float | Fraction], block_size: int
+) -> Rules:
+    """What `policies.hugging_face` does."""
+    text = config.get("text_config", config)  # of models that also see or hear
+    if not isinstance(text, Mapping):
+        raise ValueError("config has a text_config that is no mapping")
+
+    def number(key: str, default: int | None = None) -> int:
+        value = text.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"config has no number {key!r}")
+        return value
+
+    heads = number("num_attention_heads")
+    length = number("head_dim", number("hidden_size") // heads)
+    hidden = number("intermediate_size")
+    layer = Layer(
+        heads,
+        number("num_key_value_heads", heads),
+        length,
+        length,
+        number("moe_intermediate_size", hidden),
+        block_size,
+        block_size,
+    )
+    n_layers = number("num_hidden_layers")
+    fused = range(n_layers)  # where there is such a weight
+    tied = bool(text.get("tie_word_embeddings", False))
+    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, not tied, fused)

@@ -1,0 +1,401 @@
+"""Split functions to choose from: policies, which say by rules how the weights of a model are cut.
+
+A policy is a split function for `MetaDevice`. It can be printed, and two go together: in
+``first | second`` the second answers for the tensors that the first has no rule for.
+
+`gguf` and `hugging_face` know the names of common models. The cuts are Megatron's, as llama.cpp
+has them: a layer's first products are column-parallel (cut along the rows of the weight, ggml's
+axis 1), its last ones row-parallel (axis 0), so that each device goes from one to the other with
+what it has, and one sum over the devices ends a layer's attention, and one its feed-forward part.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, TypeAlias
+
+from ._numbers import integer
+from ._numbers import ratios as _ratios
+from ._split import MAX_DEVICES, SplitAxis, SplitState, TensorInfo, check_answer, cut
+
+if TYPE_CHECKING:
+    from ..gguf import GGUFFile
+
+__all__ = [
+    "Column",
+    "Fused",
+    "Group",
+    "Mirror",
+    "Partial",
+    "Policy",
+    "Row",
+    "Rule",
+    "Rules",
+    "by_ratio",
+    "gguf",
+    "hugging_face",
+    "mirror",
+]
+
+Ratios: TypeAlias = Sequence["float | Fraction"]
+
+
+class Policy:
+    """A split function; what it has no answer for is mirrored."""
+
+    def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
+        """The split of a tensor, None where the policy has no rule for it.
+
+        Raises ValueError where there is one that does not fit the tensor.
+        """
+        raise NotImplementedError
+
+    def why(self, info: TensorInfo, n_devs: int) -> str:
+        """Why the tensor is split, or mirrored, as it is; for people."""
+        return ""
+
+    def __call__(self, info: TensorInfo, n_devs: int) -> SplitState:
+        """What `find` finds, or MIRRORED; raises as it does."""
+        return self.find(info, n_devs) or SplitState.mirrored()
+
+    def __or__(self, other: Policy) -> Policy:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return _Either(self, other)
+
+
+@dataclass(frozen=True)
+class _Either(Policy):
+    first: Policy
+    second: Policy
+
+    def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
+        found = self.first.find(info, n_devs)
+        return self.second.find(info, n_devs) if found is None else found
+
+    def why(self, info: TensorInfo, n_devs: int) -> str:
+        chosen = self.second if self.first.find(info, n_devs) is None else self.first
+        return chosen.why(info, n_devs)
+
+    def __str__(self) -> str:
+        return f"{self.first}\n{self.second}"
+
+
+@dataclass(frozen=True)
+class _Everything(Policy):
+    def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
+        return SplitState.mirrored()
+
+    def why(self, info: TensorInfo, n_devs: int) -> str:
+        return "everything is mirrored"
+
+    def __str__(self) -> str:
+        return "everything: mirrored"
+
+
+def mirror() -> Policy:
+    """Every tensor whole on every device."""
+    return _Everything()
+
+
+@dataclass(frozen=True)
+class _ByRatio(Policy):
+    axis: int
+    ratios: tuple[Fraction, ...]
+    granularity: int
+
+    def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
+        _check_count(self.ratios, n_devs)
+        unit = math.lcm(self.granularity, info.block_size if self.axis == 0 else 1)
+        if info.ne[self.axis] < 2 * unit or info.ne[self.axis] % unit:
+            return None
+        return SplitState.by_ratio(info, self.axis, self.ratios, self.granularity)
+
+    def why(self, info: TensorInfo, n_devs: int) -> str:
+        if self.find(info, n_devs) is None:
+            return f"axis {self.axis} has no two parts of {self.granularity}"
+        return f"by ratio along axis {self.axis}"
+
+    def __str__(self) -> str:
+        return f"everything: axis {self.axis}, {_told(self.ratios)}"
+
+
+def by_ratio(axis: int, ratios: Ratios, granularity: int = 1) -> Policy:
+    """Every tensor cut along an axis (ggml's order) in the proportion of `ratios`.
+
+    Cuts are on multiples of `granularity`, and of the block of the type along axis 0. What is too
+    small to be cut so has no rule: it is mirrored.
+
+    Raises TypeError and ValueError for what is no axis from 0 to 2, for ratios that are negative,
+    not finite or all 0, and for a granularity below 1.
+    """
+    where = "by_ratio"
+    if integer(axis, "axis", where) not in (0, 1, 2):
+        raise ValueError(f"{where}: axis is {axis}, expected 0, 1 or 2")
+    if integer(granularity, "granularity", where) < 1:
+        raise ValueError(f"{where}: granularity is {granularity}, expected at least 1")
+    return _ByRatio(int(axis), tuple(_ratios(ratios, where)), int(granularity))
+
+
+# ---- rules
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are cut at the same places, since what one makes is what the next one takes.
+
+    `length` is that of the axis along which the first of them is cut, `granularity` what each
+    share but the last is a multiple of. A tensor whose axis has another length is cut in the same
+    proportion: with grouped queries, a device gets the KV heads of its heads.
+    """
+
+    length: int
+    granularity: int = 1
+
+    def shares(self, ratios: Ratios, length: int, where: str = "group") -> tuple[int, ...]:
+        """How much of an axis of `length` each device gets.
+
+        Raises ValueError where the cuts of the group are none of an axis of that length.
+        """
+        whole = self._whole(ratios, where)
+        found = [divmod(share * length, self.length) for share in whole]
+        if any(rest for _, rest in found):
+            raise ValueError(
+                f"{where}: shares {list(whole)} of {self.length} are no whole parts of {length}"
+            )
+        return tuple(share for share, _ in found)
+
+    def _whole(self, ratios: Ratios, where: str) -> list[int]:
+        """Rounded down to the granularity, the last device taking the rest; no share is empty."""
+        found = list(cut(self.length, SplitAxis.AXIS_1, ratios, self.granularity, where).ne)
+        for j, ratio in enumerate(ratios):
+            largest = max(range(len(found)), key=found.__getitem__)
+            if ratio and not found[j] and found[largest] > self.granularity:
+                found[j] += self.granularity
+                found[largest] -= self.granularity
+        return found
+
+    @property
+    def parts(self) -> int:
+        """How many devices it can be cut for, each with a share."""
+        return self.length // self.granularity
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column-parallel: the rows of the weight (axis 1), or the elements of a bias, are shared out.
+
+    `group` names the `Group`; "" is one of the tensor's own.
+    """
+
+    group: str = ""
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        axis = _rows_of(info)
+        return SplitState.split(axis, shares(self.group, info.ne[axis]))
+
+    def __str__(self) -> str:
+        return f"column-parallel{_of(self.group)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row-parallel: the columns of the weight (axis 0) are shared out; the results are addends."""
+
+    group: str = ""
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        return SplitState.split(0, shares(self.group, info.ne[0]))
+
+    def __str__(self) -> str:
+        return f"row-parallel{_of(self.group)}"
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """Whole on every device; `why` is for people."""
+
+    why: str = ""
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        return SplitState.mirrored()
+
+    def __str__(self) -> str:
+        return f"mirrored ({self.why})" if self.why else "mirrored"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """An addend on every device: for the bias of a row-parallel product of experts."""
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        return SplitState.partial()
+
+    def __str__(self) -> str:
+        return "an addend on each"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several column-parallel weights in one: each of `lengths` is a segment, cut as `group` is.
+
+    Segments of equal length in a row are repeats of one where all are equal (gate and up).
+    """
+
+    lengths: tuple[int, ...]
+    group: str = ""
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        axis = _rows_of(info)
+        if sum(self.lengths) != info.ne[axis]:
+            expected = " + ".join(map(str, self.lengths))
+            raise ValueError(f"{info.name!r} has {info.ne[axis]} rows, expected {expected}")
+        if len(set(self.lengths)) == 1:
+            ne, nr = [shares(self.group, self.lengths[0])], [len(self.lengths)]
+        else:
+            ne, nr = [shares(self.group, n) for n in self.lengths], [1] * len(self.lengths)
+        return SplitState.segments(axis, ne, nr)
+
+    def __str__(self) -> str:
+        return f"column-parallel, {len(self.lengths)} fused{_of(self.group)}"
+
+
+Shares: TypeAlias = Callable[[str, int], "tuple[int, ...]"]
+Cut: TypeAlias = "Column | Row | Mirror | Partial | Fused"
+
+
+def _rows_of(info: TensorInfo) -> int:
+    return 1 if info.ne[1] > 1 else 0
+
+
+def _of(group: str) -> str:
+    return f" in {group}" if group else ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to the tensors whose whole name matches a regular expression.
+
+    A ``{layer}`` in the name of a group stands for the expression's group of that name.
+    """
+
+    pattern: str
+    cut: Cut
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {self.cut}"
+
+
+@dataclass(frozen=True)
+class Rules(Policy):
+    """The first rule that matches a tensor's name says how it is cut.
+
+    `ratios` are the devices' parts, one each. `groups` are the `Group`s that rules name.
+
+    Raises ValueError for a pattern that is no regular expression and for a rule whose group is not
+    there, TypeError and ValueError for ratios as `by_ratio` does.
+    """
+
+    rules: tuple[Rule, ...]
+    ratios: tuple[Fraction, ...]
+    groups: Mapping[str, Group] = field(default_factory=dict)
+
+    def __init__(
+        self, rules: Iterable[Rule], ratios: Ratios, groups: Mapping[str, Group] | None = None
+    ) -> None:
+        object.__setattr__(self, "rules", tuple(rules))
+        object.__setattr__(self, "ratios", tuple(_ratios(ratios, "Rules")))
+        object.__setattr__(self, "groups", dict(groups or {}))
+        if len(self.ratios) > MAX_DEVICES:
+            raise ValueError(f"Rules: {len(self.ratios)} ratios, expected 1 to {MAX_DEVICES}")
+        compiled = []
+        for rule in self.rules:
+            try:
+                compiled.append((re.compile(rule.pattern), rule.cut))
+            except re.error as error:
+                raise ValueError(f"Rules: {rule.pattern!r} is no expression: {error}") from None
+            group = getattr(rule.cut, "group", "")
+            if group and "{layer}" not in group and group not in self.groups:
+                raise ValueError(f"Rules: {rule} names a group that is not there")
+        object.__setattr__(self, "_compiled", tuple(compiled))
+
+    def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
+        """The split of a tensor; see `Policy.find`."""
+        found = self._rule(info)
+        if found is None:
+            return None
+        _check_count(self.ratios, n_devs)
+        match, chosen = found
+        where = f"split of tensor {info.name!r}"
+
+        def shares(group: str, length: int) -> tuple[int, ...]:
+            if not group:
+                unit = info.block_size if isinstance(chosen, Row) else 1
+                return Group(length, unit).shares(self.ratios, length, where)
+            name = group.format_map(match.groupdict())
+            if name not in self.groups:
+                raise ValueError(f"{where}: there is no group {name!r}")
+            return self.groups[name].shares(self.ratios, length, where)
+
+        return check_answer(chosen._state(info, shares), info, n_devs)
+
+    def why(self, info: TensorInfo, n_devs: int) -> str:
+        """The rule, in words."""
+        found = self._rule(info)
+        return "no rule names it" if found is None else str(found[1])
+
+    def _rule(self, info: TensorInfo) -> tuple[re.Match[str], Cut] | None:
+        compiled: tuple[tuple[re.Pattern[str], Cut], ...]
+        compiled = getattr(self, "_compiled")  # noqa: B009 # no field of the dataclass
+        for pattern, chosen in compiled:
+            match = pattern.fullmatch(info.name)
+            if match:
+                return match, chosen
+        return None
+
+    def __str__(self) -> str:
+        return "\n".join([f"parts {_told(self.ratios)}", *map(str, self.rules)])
+
+
+def _told(ratios: Iterable[Fraction]) -> str:
+    return " : ".join(f"{float(one):g}" for one in ratios)
+
+
+def _check_count(ratios: Sequence[Fraction], n_devs: int) -> None:
+    if len(ratios) != n_devs:
+        raise ValueError(f"the policy has {len(ratios)} ratios, the meta device {n_devs} devices")
+
+
+# ---- models
+
+
+def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
+    """The rules for the tensors of a GGUF file, by the names and the metadata of llama.cpp.
+
+    Of a layer's attention each device gets heads, and the KV heads that belong to them; of its
+    feed-forward part, and of each expert, it gets a part of the hidden units; of the output it gets
+    a part of the vocabulary. Embeddings, norms and routers are mirrored, and so is the attention of
+    a layer with fewer KV heads than devices: that must not use FLASH_ATTN_EXT then.
+    The granularities are those of llama.cpp (META.md, section 3).
+
+    Raises ValueError for a file without the numbers of a transformer in its metadata, TypeError and
+    ValueError for ratios as `by_ratio` does.
+    """
+    from ._models import of_gguf
+
+    return of_gguf(file, ratios)
+
+
+def hugging_face(config: Mapping[str, object], ratios: Ratios, block_size: int = 1) -> Rules:
+    """The rules for weights that have the names of Hugging Face's Transformers.
+
+    `config` is the content of the model's config.json; `block_size` the number of elements in a
+    block of the weights' type, if they have been quantised. Otherwise as `gguf`.
+    """
+    from ._models import of_hugging_face
+
+    return of_hugging_face(config, ratios, block_size)

@@ -1,0 +1,259 @@
+"""Policies: which weight of a model is cut how, and that the cuts fit each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from _release import needs_meta
+
+from ggml_cffi import GGUFFile, GGUFWriter, SplitState, capi
+from ggml_cffi.meta import SplitAxis, TensorInfo, policies
+
+F32, Q4_K = 0, 12
+MIRRORED = SplitState.mirrored()
+
+
+def weight(name: str, *ne: int, kind: int = F32, block_size: int = 1) -> TensorInfo:
+    return TensorInfo(name, kind, (*ne, 1, 1, 1)[:4], 0, 0, block_size)  # type: ignore[arg-type]
+
+
+def test_everything_is_mirrored() -> None:
+    policy = policies.mirror()
+    assert policy(weight("w", 8, 6), 2) == MIRRORED
+    assert str(policy) == "everything: mirrored"
+
+
+def test_everything_by_ratio() -> None:
+    policy = policies.by_ratio(1, [3, 1], granularity=2)
+    assert policy(weight("w", 8, 16), 2) == SplitState.split(1, [12, 4])
+    assert policy(weight("small", 8, 3), 2) == MIRRORED
+    assert policy(weight("bias", 8), 2) == MIRRORED
+    assert "no two parts of 2" in policy.why(weight("bias", 8), 2)
+    with pytest.raises(ValueError, match="2 ratios, the meta device 3 devices"):
+        policy(weight("w", 8, 16), 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((3, [1, 1]), "axis is 3, expected 0, 1 or 2"),
+        ((0, [0, 0]), "at least one above 0"),
+        ((0, [1, -1]), "expected 0 or more"),
+        ((0, [1, 1], 0), "granularity is 0, expected at least 1"),
+    ],
+)
+def test_what_is_no_ratio(arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        policies.by_ratio(*arguments)
+
+
+def test_rules_are_tried_in_order_and_whole_names_match() -> None:
+    rules = policies.Rules(
+        [
+            policies.Rule(r"l(?P<layer>\d+)\.up", policies.Column("ffn {layer}")),
+            policies.Rule(r"l(?P<layer>\d+)\.down", policies.Row("ffn {layer}")),
+            policies.Rule(r"l\d+\..*", policies.Mirror("a norm")),
+        ],
+        [1, 1],
+        {"ffn 0": policies.Group(64, 32), "ffn 1": policies.Group(96, 32)},
+    )
+    assert rules(weight("l0.up", 8, 64), 2) == SplitState.split(1, [32, 32])
+    assert rules(weight("l0.up", 64), 2) == SplitState.split(0, [32, 32])  # its bias
+    assert rules(weight("l1.down", 96, 8), 2) == SplitState.split(0, [32, 64])
+    assert rules(weight("l1.norm", 8), 2) == MIRRORED
+    assert rules.why(weight("l1.norm", 8), 2) == "mirrored (a norm)"
+    assert rules.find(weight("l1.upper", 8, 64), 2) == MIRRORED
+    assert rules.find(weight("xl1.up", 8, 64), 2) is None
+    with pytest.raises(ValueError, match="there is no group 'ffn 7'"):
+        rules(weight("l7.up", 8, 64), 2)
+    assert str(rules).splitlines()[:2] == [
+        "parts 1 : 1",
+        r"l(?P<layer>\d+)\.up: column-parallel in ffn {layer}",
+    ]
+
+
+def test_policies_compose() -> None:
+    only = policies.Rules([policies.Rule("w", policies.Row())], [1, 1])
+    both = only | policies.by_ratio(1, [1, 1])
+    assert both(weight("w", 8, 8), 2).axis == SplitAxis.AXIS_0
+    assert both(weight("v", 8, 8), 2).axis == SplitAxis.AXIS_1
+    assert both(weight("b", 8), 2) == MIRRORED
+    assert str(both) == f"{only}\neverything: axis 1, 1 : 1"
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([policies.Rule("(", policies.Row())], "'\\(' is no expression"),
+        ([policies.Rule("w", policies.Row("ffn"))], "names a group that is not there"),
+    ],
+)
+def test_rules_that_cannot_be(rules: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        policies.Rules(rules, [1, 1])
+
+
+def test_a_group_leaves_no_device_without_a_share() -> None:
+    group = policies.Group(4 * 32, 32)
+    assert group.shares([1, 1, 1], 128) == (32, 32, 64)
+    assert group.shares([10, 1, 1], 128) == (64, 32, 32)
+    assert group.shares([1, 0], 128) == (128, 0)
+    assert group.shares([1, 1], 64) == (32, 32)  # half as long: KV heads of grouped queries
+    with pytest.raises(ValueError, match="no whole parts of 3"):
+        group.shares([1, 1], 3)
+
+
+# ---- models
+
+
+def transformer(
+    path: Path, heads: int, kv_heads: int, hidden: int, kind: str = "f32", **more: Any
+) -> GGUFFile:
+    """A file with one layer of the tensors that matter here; heads have 32 elements."""
+    width = heads * 32
+    fused = more.pop("fused", False)
+    experts = more.pop("experts", 0)
+    with GGUFWriter(path) as writer:
+        writer.update(
+            {
+                "general.architecture": "made",
+                "made.block_count": 1,
+                "made.embedding_length": width,
+                "made.attention.head_count": heads,
+                "made.attention.head_count_kv": kv_heads,
+                "made.feed_forward_length": hidden,
+            }
+        )
+
+        def add(name: str, *shape: int) -> None:
+            writer.add_tensor(name, np.zeros(shape, np.float32), kind)
+
+        add("blk.0.attn_output.weight", width, width)
+        if fused:
+            add("blk.0.ffn_up.weight", 2 * hidden, width)
+        if experts:
+            add("blk.0.ffn_down_exps.weight", experts, width, hidden)
+        else:
+            add("blk.0.ffn_down.weight", width, hidden)
+        add("output.weight", 100, width)
+    return GGUFFile(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+@needs_meta
+def test_a_llama_with_grouped_queries(path: Path) -> None:
+    with transformer(path, heads=8, kv_heads=4, hidden=512) as file:
+        policy = policies.gguf(file, [1, 1])
+    q, k = weight("blk.0.attn_q.weight", 256, 256), weight("blk.0.attn_k.weight", 256, 128)
+    assert policy(q, 2) == SplitState.split(1, [128, 128])
+    assert policy(k, 2) == SplitState.split(1, [64, 64])
+    assert policy(weight("blk.0.attn_k.bias", 128), 2) == SplitState.split(0, [64, 64])
+    assert policy(weight("blk.0.attn_output.weight", 256, 256), 2).axis == SplitAxis.AXIS_0
+    assert policy(weight("blk.0.attn_output.bias", 256), 2) == MIRRORED
+    assert policy(weight("blk.0.ffn_gate.weight", 256, 512), 2) == SplitState.split(1, [256, 256])
+    assert policy(weight("blk.0.ffn_down.weight", 512, 256), 2) == SplitState.split(0, [256, 256])
+    assert policy(weight("output.weight", 256, 100), 2) == SplitState.split(1, [50, 50])
+    for name in ("token_embd.weight", "blk.0.attn_norm.weight", "output_norm.weight"):
+        assert policy(weight(name, 256, 100), 2) == MIRRORED
+
+
+@needs_meta
+def test_cuts_are_of_whole_heads_and_blocks(path: Path) -> None:
+    """4 KV heads of 2 heads of 32 elements: a block of 256 is four of those groups."""
+    with transformer(path, heads=32, kv_heads=16, hidden=1024, kind="q4_K") as file:
+        policy = policies.gguf(file, [3, 1])
+    q = weight("blk.0.attn_q.weight", 1024, 1024, kind=Q4_K, block_size=256)
+    assert policy(q, 2) == SplitState.split(1, [768, 256])
+    v = weight("blk.0.attn_v.weight", 1024, 512, kind=Q4_K, block_size=256)
+    assert policy(v, 2) == SplitState.split(1, [384, 128])
+    down = weight("blk.0.ffn_down.weight", 1024, 1024, kind=Q4_K, block_size=256)
+    assert policy(down, 2) == SplitState.split(0, [768, 256])
+
+
+@needs_meta
+def test_too_few_kv_heads_keep_attention_whole(path: Path) -> None:
+    with transformer(path, heads=4, kv_heads=1, hidden=512) as file:
+        policy = policies.gguf(file, [1, 1])
+    q = weight("blk.0.attn_q.weight", 128, 128)
+    assert policy(q, 2) == MIRRORED
+    assert policy.why(q, 2) == "mirrored (1 KV heads are too few for 2 devices)"
+    assert policy(weight("blk.0.ffn_up.weight", 128, 512), 2).axis == SplitAxis.AXIS_1
+
+
+@needs_meta
+def test_fused_weights_are_segments(path: Path) -> None:
+    with transformer(path, heads=8, kv_heads=4, hidden=512, fused=True) as file:
+        policy = policies.gguf(file, [1, 3])
+    qkv = weight("blk.0.attn_qkv.weight", 256, 512)
+    assert policy(qkv, 2) == SplitState.segments(1, [[64, 192], [32, 96], [32, 96]])
+    up = weight("blk.0.ffn_up.weight", 256, 1024)
+    assert policy(up, 2) == SplitState.segments(1, [[128, 384]], [2])
+    with pytest.raises(ValueError, match="has 500 rows, expected 256 \\+ 128 \\+ 128"):
+        policy(weight("blk.0.attn_qkv.weight", 256, 500), 2)
+
+
+@needs_meta
+def test_experts_are_split_inside(path: Path) -> None:
+    with transformer(path, heads=8, kv_heads=8, hidden=512, experts=4) as file:
+        policy = policies.gguf(file, [1, 1])
+    up = weight("blk.0.ffn_up_exps.weight", 256, 512, 4)
+    assert policy(up, 2) == SplitState.split(1, [256, 256])
+    down = weight("blk.0.ffn_down_exps.weight", 512, 256, 4)
+    assert policy(down, 2) == SplitState.split(0, [256, 256])
+    assert policy(weight("blk.0.ffn_down_exps.bias", 256, 4), 2) == SplitState.partial()
+    assert policy(weight("blk.0.ffn_gate_inp.weight", 256, 4), 2) == MIRRORED
+
+
+@needs_meta
+def test_a_file_that_is_no_transformer(path: Path) -> None:
+    with GGUFWriter(path) as writer:
+        writer.set("general.architecture", "made")
+    with GGUFFile(path) as file, pytest.raises(ValueError, match=r"no number made\.block_count"):
+        policies.gguf(file, [1, 1])
+
+
+CONFIG = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+}
+
+
+def test_names_of_hugging_face() -> None:
+    policy = policies.hugging_face(CONFIG, [1, 1])
+    layer = "model.layers.1."
+    columns = SplitState.split(1, [128, 128])
+    assert policy(weight(f"{layer}self_attn.q_proj.weight", 256, 256), 2) == columns
+    assert policy(weight(f"{layer}self_attn.o_proj.weight", 256, 256), 2).axis == SplitAxis.AXIS_0
+    assert policy(weight(f"{layer}mlp.gate_up_proj.weight", 256, 1024), 2).nr == (2,)
+    expert = f"{layer}block_sparse_moe.experts.3."
+    assert policy(weight(f"{expert}w1.weight", 256, 512), 2).axis == SplitAxis.AXIS_1
+    assert policy(weight(f"{expert}w2.weight", 512, 256), 2).axis == SplitAxis.AXIS_0
+    assert policy(weight("lm_head.weight", 256, 100), 2).axis == SplitAxis.AXIS_1
+    assert policy(weight("model.embed_tokens.weight", 256, 100), 2) == MIRRORED
+    with pytest.raises(ValueError, match="config has no number 'hidden_size'"):
+        policies.hugging_face({"num_attention_heads": 8}, [1, 1])
+
+
+@needs_meta
+def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
+    """It has one KV head: attention is whole, the feed-forward parts are shared out."""
+    with GGUFFile(gemma) as file:
+        policy = policies.gguf(file, [2, 1, 1])
+        axes: dict[str, set[int]] = {}
+        for name, tensor in file.tensors.items():
+            kind = int(tensor.type)
+            info = weight(name, *tensor.ne, kind=kind, block_size=capi.ggml_blck_size(kind))
+            axes.setdefault(name.split(".", 2)[-1], set()).add(int(policy(info, 3).axis))
+    assert axes["ffn_up.weight"] == axes["ffn_gate.weight"] == {1}
+    assert axes["ffn_down.weight"] == {0}
+    assert axes["attn_q.weight"] == axes["attn_output.weight"] == {10}
