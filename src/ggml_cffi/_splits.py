@@ -10,7 +10,6 @@ from ._handles import address
 from .capi import types
 from .dtypes import type_name
 from .errors import AbortError
-from .meta import SplitAxis, SplitState
 from .tensor import is_meta
 
 
@@ -26,19 +25,7 @@ def split_in_words(handle: Any) -> str:
         state = split_function(where).frozen(address(handle)) if where else None
     except ValueError:  # a device that others made
         return ""
-    return "" if state is None else _in_words(state)
-
-
-def _in_words(state: SplitState) -> str:
-    if state.axis >= SplitAxis.MIRRORED:
-        return state.axis.name.lower()
-    n_devs = len(state.ne) // state.n_segments
-    rows = [state.ne[s * n_devs : (s + 1) * n_devs] for s in range(state.n_segments)]
-    parts = [
-        " + ".join(map(str, row)) + (f" ({times} times)" if times > 1 else "")
-        for row, times in zip(rows, state.nr, strict=False)
-    ]
-    return f"split along axis {int(state.axis)}: {' | '.join(parts)}"
+    return "" if state is None else str(state)
 
 
 def naming_the_node(error: AbortError, tensors: Sequence[types.ggml_tensor]) -> AbortError:

@@ -290,6 +290,7 @@ class Compiled(Owned[_Store]):
         self._written: set[str] = set()
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
+        self._zeroed: list[types.ggml_tensor] = []  # before each run
         self._orders: dict[str, Any] = {}  # of outputs that a meta device has in another order
         with self._lock:  # who closes what it needs finds it in use, from here on
             super().__init__(store, _Store.free, needed)
@@ -362,7 +363,7 @@ class Compiled(Owned[_Store]):
 
         Raises SplitError for what would not be right.
         """
-        from .meta import plan
+        from .meta import _planner, plan
 
         numbers = {address(one): i for i, one in enumerate(copies)}
         outputs = [numbers[one._address] for one in self._outputs.values()]
@@ -371,6 +372,9 @@ class Compiled(Owned[_Store]):
         for (name, one), i in zip(tuple(self._outputs.items()), found.outputs, strict=True):
             self._outputs[name] = self._home(tensors[i], one.ndim)
             self._orders[name] = plan.reading_order(found, i, one.ndim)
+        self._zeroed = [tensors[i] for i in _planner.not_computed(found)]
+        for handle in tensors if self._zeroed else ():
+            capi.ggml_set_output(handle)  # no other tensor uses its memory
         return tensors
 
     def _pinned(self, assign: Mapping[Tensor, Backend]) -> dict[types.ggml_tensor, Backend]:
@@ -463,6 +467,8 @@ class Compiled(Owned[_Store]):
             try:
                 self._allocate()
                 self._write(inputs)
+                for one in self._zeroed:
+                    capi.ggml_backend_tensor_set(one, bytes(capi.ggml_nbytes(one)), 0)
                 self._memory.compute(self)
             except BaseException:
                 _kept.lend(self._lent, since)

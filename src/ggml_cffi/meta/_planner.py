@@ -204,6 +204,21 @@ def mended(
     return found
 
 
+def not_computed(found: Mended) -> list[int]:
+    """The sums that a device has no part in, since its share of what they are made of is empty.
+
+    It multiplies what its memory holds by zero in place of its addend: were that not finite, the
+    sum would not be either. So that memory must be its own, and zero before each run.
+    """
+    nodes, states = found.splits.nodes, found.splits.states
+    places: dict[int, None] = {}
+    for i, last in found.reduces.items():
+        operands = [states[one] for one in nodes[i].operands if one is not None]
+        if any(0 in one.told.shares for one in operands if one is not None and one.told.is_split):
+            places |= {i: None, last: None}
+    return list(places)
+
+
 def _needed(found: Mended) -> dict[int, str]:
     """The tensors that copies are needed of, and why."""
     splits, outputs = found.splits, found.outputs

@@ -420,7 +420,7 @@ def _attention(step: Step) -> SplitState:
 
 
 def _ssm_conv(step: Step) -> SplitState:
-    a, b = step.axis(0), step.axis(1)
+    a, b = step[0].state.axis, step[1].state.axis
     if a == b and a in (SplitAxis.AXIS_0, SplitAxis.AXIS_1):
         return _along(1 - a)
     return _same(step)

@@ -188,6 +188,18 @@ class SplitState:
             for j in range(n_devs)
         )
 
+    def __str__(self) -> str:
+        """In words: ``mirrored``, or ``split along axis 1: 2 + 1 | 1 + 1 (2 times)``."""
+        if not self.is_split:
+            return self.axis.name.lower()
+        n_devs = len(self.ne) // self.n_segments
+        rows = [self.ne[s * n_devs : (s + 1) * n_devs] for s in range(self.n_segments)]
+        parts = [
+            " + ".join(map(str, row)) + (f" ({times} times)" if times > 1 else "")
+            for row, times in zip(rows, self.nr, strict=False)
+        ]
+        return f"split along axis {int(self.axis)}: {' | '.join(parts)}"
+
 
 SplitAnswer: TypeAlias = SplitState | Mapping[str, object]
 """What a split function may return."""

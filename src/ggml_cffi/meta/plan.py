@@ -19,7 +19,7 @@ from ..enums import ggml_op, ggml_type
 from ..errors import SplitError
 from ._create import split_function
 from ._layout import unpermuted
-from ._planner import Mended, Refusal, mended
+from ._planner import Mended, Refusal, mended, not_computed
 from ._rules import Node, State
 from ._split import SplitState
 
@@ -113,14 +113,18 @@ class Plan:
 
     def __str__(self) -> str:
         """A line for each tensor, each all-reduce and each device."""
-        lines = [
-            f"{one.op:<16} {one.name:<24} {one.split}  "
-            + "  ".join(map(str, one.shapes if one.split.is_split else one.shapes[:1]))
-            for one in self.tensors
-        ]
-        lines += [f"all-reduce of {one.tensor!r}: {one.moved} bytes" for one in self.all_reduces]
+        lines = []
+        for one in self.tensors:
+            parts = one.shapes if one.split.is_split else one.shapes[:1]
+            shapes = " ".join(f"({', '.join(map(str, shape))})" for shape in parts)
+            lines.append(f"{one.op:<14} {one.name:<28} {one.split!s:<28} {shapes}".rstrip())
+        for sum_ in self.all_reduces:
+            lines.append(f"all-reduce of {sum_.tensor!r}: {sum_.moved:,} bytes")
         for name, weights, free in zip(self.devices, self.weights, self.free, strict=True):
-            lines.append(f"{name}: {weights} + {self.compute} bytes, of {free or 'unknown'} free")
+            room = f"{free:,}" if free else "unknown"
+            lines.append(
+                f"{name}: weights {weights:,}, compute {self.compute:,}, free {room} bytes"
+            )
         return "\n".join(lines)
 
 
@@ -188,7 +192,7 @@ def _compute_memory(device: MetaDevice, order: Sequence[types.ggml_tensor], foun
         for i, one in enumerate(tensors):
             if one.op == ggml_op.GGML_OP_NONE and not one.buffer:
                 capi.ggml_set_input(one)
-            if i in found.outputs:
+            if i in found.outputs or not_computed(found):
                 capi.ggml_set_output(one)
         return sum(capi.ggml_gallocr_reserve_n_size(allocator, graph_of(context, tensors)))
     finally:
@@ -223,7 +227,7 @@ def _given(device: MetaDevice, tensor: types.ggml_tensor) -> SplitState:
     if where != device.handle:
         name, place = capi.ggml_get_name(tensor), capi.ggml_backend_buffer_name(tensor.buffer)
         raise SplitError(f"{name!r} has its memory on {place}, not on {device.name}")
-    return split_function(where).frozen(address(tensor)) or SplitState.mirrored()
+    return split_function(device.handle).frozen(address(tensor)) or SplitState.mirrored()
 
 
 def node_of(tensor: types.ggml_tensor, numbers: dict[int, int]) -> Node:
