@@ -35,6 +35,7 @@ CPP = (
     "callbacks.hpp",
     "network.hpp",
     "plans.hpp",
+    "registry.hpp",
     "guard.hpp",
     "graphs.hpp",
     "raising.hpp",

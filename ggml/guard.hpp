@@ -180,8 +180,10 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             Traits::before(a...);
             here.running = true;
             if constexpr (std::is_void_v<R>) {
+                [[maybe_unused]] const uint64_t use = use_of_freed(a...);
                 F(a...);
                 count_freed(here, true, a...);
+                end_use_of_freed(use, a...);
                 Traits::after(a...);
                 s.inside = outer;
                 finish(s, raised_before);
@@ -189,6 +191,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 R result = F(a...);
                 if constexpr (Traits::makes != handle::none) {
                     made(Traits::makes, result);
+                    note_made_of(result);
                 }
                 look_at(s, outer, result, a...);
                 s.inside = outer;
@@ -204,6 +207,8 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             s.index = nothing_lost; // in a destructor it would have jumped
         } catch (const refused & e) {
             fail(s, outer, raised_before, not_allowed, e.message.c_str());
+        } catch (const not_there & e) {
+            fail(s, outer, raised_before, not_supported, e.message.c_str());
         } catch (const std::bad_alloc & e) {
             fail(s, outer, raised_before, out_of_memory, e.what());
             count_freed(here, false, a...);
@@ -240,6 +245,19 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
                 freed(Traits::frees, std::get<Traits::freed_argument>(std::tuple<A...>(a...)), completely,
                       !completely && Traits::how == leave::by_jump);
             }
+        }
+    }
+
+    // What it frees needs its backend no more; what is lost does.
+    static uint64_t use_of_freed(A... a) {
+        if constexpr (Traits::frees != handle::none) {
+            return use_of(as_user(std::get<Traits::freed_argument>(std::tuple<A...>(a...))));
+        }
+        return 0;
+    }
+    static void end_use_of_freed(uint64_t use, A... a) {
+        if constexpr (Traits::frees != handle::none) {
+            end_use(as_user(std::get<Traits::freed_argument>(std::tuple<A...>(a...))), use);
         }
     }
 
@@ -349,6 +367,14 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             if constexpr ((Traits::nonnull >> I) & 1) {
                 if (__builtin_expect(value == nullptr, 0)) {
                     state.kind = null_argument;
+                    state.index = (int) I;
+                    return false;
+                }
+            }
+            if constexpr (std::is_same_v<T, ggml_backend_dev_t> || std::is_same_v<T, ggml_backend_reg_t> ||
+                          std::is_same_v<T, ggml_backend_buffer_type_t>) {
+                if (__builtin_expect(!is_loaded(value), 0)) {
+                    state.kind = not_loaded;
                     state.index = (int) I;
                     return false;
                 }

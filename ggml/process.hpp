@@ -84,6 +84,16 @@ using quantisation_tables = shared_use<struct of_quantisation>;
 using quantises = quantisation_tables::user;
 using frees_quantisation_tables = quantisation_tables::alone;
 
+// ggml's registry of backends, which it does not guard itself; who changes it may look at it as well.
+using registry = shared_use<struct of_registry>;
+using reads_registry = registry::user;
+struct changes_registry {
+    const registry::alone held;
+    changes_registry() { ++registry::mine; }
+    changes_registry(const changes_registry &) = delete;
+    ~changes_registry() { --registry::mine; }
+};
+
 inline bool not_quantising() { return !quantisation_tables::used_here(); }
 
 // ggml's own mutex, around what it initialises once; declared in none of its headers.
@@ -114,6 +124,7 @@ inline void let_go_in_child();
 inline void after_fork_in_child() {
     ++n_forks;
     quantisation_tables::renew();
+    registry::renew();
     after_fork();
     forget_other_threads();
     net::let_go_in_child();

@@ -17,6 +17,8 @@ enum error_kind : int {
     out_of_memory = 5,
     cpp_exception = 6,
     callback_raised = 7,
+    not_loaded = 8,
+    not_supported = 9,
 };
 
 // What an abort has left half freed; _runtime.py reads these numbers.
@@ -31,6 +33,11 @@ struct abort_error {
 
 // What the guard itself finds wrong with what a function has made or done.
 struct refused {
+    std::string message;
+};
+
+// A function that a loadable backend would have.
+struct not_there {
     std::string message;
 };
 

@@ -8,12 +8,14 @@ written here.
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from _native import address, compile_library
+from _native import address, compile_library, compiler
 from _release import PINNED, has, not_here
 
 from ggml_cffi import _loader, capi, ffi
@@ -357,6 +359,7 @@ def buffer_type(is_host: bool, max_size: int | None = None, buffer_free: Any = N
 
     `max_size`: the largest size of a buffer; `buffer_free`: a C function that frees its buffers.
     """
+    require_layout()
     cpu = capi.ggml_backend_cpu_buffer_type()
     functions: dict[str, Any] = {"is_host": lambda buft: is_host}
     if max_size is not None:
@@ -379,6 +382,7 @@ def buffer_type(is_host: bool, max_size: int | None = None, buffer_free: Any = N
 @contextmanager
 def patched(buffer: Any, **functions: Any) -> Iterator[None]:
     """Put other functions, or a buffer type, into a buffer for a while."""
+    require_layout()
     words = ffi.cast("uintptr_t *", buffer)
     before = _words(buffer, BUFFER)
     for name, function in functions.items():
@@ -390,6 +394,7 @@ def patched(buffer: Any, **functions: Any) -> Iterator[None]:
 
 def on_free(buffer: Any, told: Callable[[Any], object]) -> None:
     """Have `told` called with the buffer when ggml frees it."""
+    require_layout()
     words = ffi.cast("uintptr_t *", buffer)
     free_buffer = ffi.cast(f"void(*)({_BUFFER})", words[0])
 
@@ -429,10 +434,12 @@ def poison(path: Any) -> Any:
     return ffi.cast("void *", address(poison, "poisoned_free"))
 
 
-#: A loadable backend: what ggml_backend_load looks for, with one device that computes nothing.
+#: A loadable backend: what ggml_backend_load looks for, with one device. It computes nothing, or,
+#: once `compute_as` has told it of the CPU, as that does, in memory of its own and with events.
 MODULE = r"""
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef void * any;
@@ -452,7 +459,26 @@ static void properties(any self, struct props * p) {
 static bool no(any self, any what) { return false; }
 static any null(any self) { return NULL; }
 
-static struct device device;
+static struct device device, * cpu;
+void compute_as(any other) { cpu = other; }
+static any init_backend(any self, any params) {
+    any * made = ((any (*)(any, any)) cpu->functions[5])(cpu, params);
+    made[DEVICE_OF_BACKEND] = &device;
+    return made;
+}
+static any buffer_type(any self) {
+    static any made[8];
+    memcpy(made, ((any (*)(any)) cpu->functions[6])(cpu), sizeof made);
+    made[6] = &device;
+    return made;
+}
+static any new_event(any self) {
+    any * made = calloc(2, sizeof(any));
+    made[0] = self;
+    return made;
+}
+static void free_event(any self, any event) { free(event); }
+
 static const char * reg_name(any self) { return "Loaded"; }
 static size_t count(any self) { return 1; }
 static any get(any self, size_t index) { return index == 0 ? &device : NULL; }
@@ -466,8 +492,32 @@ any ggml_backend_init(void) {
     };
     memcpy(reg.functions, of_reg, sizeof of_reg);
     memcpy(device.functions, of_device, sizeof of_device);
+    if (cpu) {
+        memcpy(device.functions + 2, cpu->functions + 2, 10 * sizeof(any));
+        device.functions[5] = init_backend;
+        device.functions[6] = buffer_type;
+        device.functions[12] = new_event;
+        device.functions[13] = free_event;
+        device.context = cpu->context;
+    }
     reg.api_version = API;
     device.reg = &reg;
     return &reg;
 }
 """
+
+
+def compile_module(made: Path, api: int = 2, score: int = 1, *options: str) -> Path:
+    """Compile a loadable backend to this file."""
+    of_backend = BACKEND.index("device")
+    facts = [f"-DAPI={api}", f"-DSCORE={score}", f"-DDEVICE_OF_BACKEND={of_backend}"]
+    command = [str(compiler()), "-shared", "-fPIC", "-w", *facts, "-o", str(made)]
+    command += ["-x", "c", "-", "-x", "none", *options]
+    subprocess.run(command, input=MODULE, text=True, check=True)
+    return made
+
+
+def let_compute(path: Path) -> None:
+    """Tell a module, before ggml loads it, of the CPU: it computes as that does."""
+    cpu = capi.ggml_backend_dev_by_name("CPU")
+    ctypes.CDLL(str(path)).compute_as(ctypes.c_void_p(_address(cpu)))

@@ -145,7 +145,7 @@ void *ggml_backend_init(void) { return 0; }
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-"]
     command += ["-o", str(package / "_libs" / "libggml-rpc.so")]
     subprocess.run(command, input=source, text=True, check=True)
-    code = "import ggml_cffi; ggml_cffi._loader.load_backends()"
+    code = "import ggml_cffi"
     assert output(package, code) == "loaded"
     (package / "_libs" / "libggml-rpc.so").unlink()
     assert output(package, code) == ""

@@ -38,6 +38,12 @@ int64_t ggml_cffi_order(struct ggml_tensor **outputs, int n, struct ggml_tensor 
 int64_t ggml_cffi_n_nodes(struct ggml_tensor **outputs, int n);
 void ggml_cffi_copy_tensors(struct ggml_context *ctx, struct ggml_tensor **order, int64_t n,
                             struct ggml_tensor **copies);
+void ggml_cffi_note_built_in(void);
+size_t ggml_cffi_devices(struct ggml_backend_device **devices, size_t room);
+size_t ggml_cffi_backends(struct ggml_backend_reg **backends, size_t room);
+const char *ggml_cffi_file_of(struct ggml_backend_reg *reg);
+bool ggml_cffi_is_loaded(struct ggml_backend_device *device);
+void ggml_cffi_end_use(const void *object);
 void *ggml_cffi_set_slot(int slot, void *userdata);
 bool ggml_cffi_net_limits(const char *name, double connect, double answer, bool opening);
 void ggml_cffi_net_serve(int stop, int ready);

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .context import Context
     from .gguf import GGUFFile, GGUFWriter
     from .graph import Compiled, Graph
+    from .loading import load_backend, unload_backend
     from .quants import dequantize, quantize
     from .scheduler import Scheduler
     from .tensor import Tensor
@@ -52,7 +53,9 @@ _HOMES = {
     "Scheduler": "scheduler",
     "Tensor": "tensor",
     "dequantize": "quants",
+    "load_backend": "loading",
     "quantize": "quants",
+    "unload_backend": "loading",
 }
 
 
@@ -113,6 +116,7 @@ __all__ = [
     "ffi",
     "gguf",
     "lib",
+    "load_backend",
     "logs",
     "meta",
     "ops",
@@ -120,4 +124,5 @@ __all__ = [
     "quants",
     "rpc",
     "training",
+    "unload_backend",
 ]

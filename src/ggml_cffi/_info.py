@@ -16,7 +16,7 @@ from . import capi
 from ._handles import Handle
 from ._loader import ffi, lib, library_files, module_files
 from ._runtime import invoke
-from .device import Device, devices
+from .device import Device, devices, listed
 
 # The backends that this package is made for: the name in ggml's registry, that of the library, and
 # the variable that keeps a backend which was built in from being registered.
@@ -138,7 +138,7 @@ def _text(value: Handle) -> str:
 
 def _registered() -> dict[str, int]:
     """The backends in ggml's registry, with their numbers of devices."""
-    registries = [capi.ggml_backend_reg_get(i) for i in range(capi.ggml_backend_reg_count())]
+    registries = listed("reg")
     return {
         capi.ggml_backend_reg_name(registry): capi.ggml_backend_reg_dev_count(registry)
         for registry in registries

@@ -16,13 +16,15 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 __all__ = [
     "Failed",
+    "ModuleError",
+    "NoModuleError",
     "Room",
     "TensorBase",
     "ffi",
@@ -31,6 +33,7 @@ __all__ = [
     "library_files",
     "load_backends",
     "module_files",
+    "open_module",
     "operation",
     "raised",
     "raising",
@@ -70,17 +73,68 @@ def load_backends() -> None:
     the Python executable, so ``ggml_backend_load_all`` alone does not find copies. Calling it again
     loads nothing anew.
     """
-    info = _build_info()
-    modules = module_files(info)
-    if modules and info.SYSTEM_LIBDIR is None:
-        import ctypes
-
+    modules = module_files(_build_info())
+    lib.ggml_cffi_note_built_in()
+    with contextlib.ExitStack() as opened:
         for path in modules:
-            # First with our flags: ggml's dlopen would let another ggml of the process serve them.
-            with contextlib.suppress(OSError):  # for another processor, or without its driver
-                ctypes.CDLL(str(path), mode=_dlopen_flags(os.environ))
-    for folder in dict.fromkeys(path.parent for path in modules):
-        lib.ggml_backend_load_all_from_path(os.fsencode(folder))
+            # for another processor, without its driver, or exchanged by somebody
+            with contextlib.suppress(OSError, ModuleError):
+                opened.enter_context(open_module(path))
+        for folder in dict.fromkeys(path.parent for path in modules):
+            lib.ggml_backend_load_all_from_path(os.fsencode(folder))
+
+
+class ModuleError(Exception):
+    """A library is no backend of this package's ggml; the text says why."""
+
+
+class NoModuleError(ModuleError):
+    """A library is no backend at all."""
+
+
+@contextlib.contextmanager
+def open_module(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have a backend's library loaded with our flags, so that our own ggml serves it.
+
+    ggml's dlopen meanwhile finds it loaded, and keeps it so; by itself it would let another ggml of
+    the process serve it. Raises OSError where it cannot be loaded at all, NoModuleError for what is
+    no backend, and ModuleError for one that is linked to another ggml.
+    """
+    import _ctypes
+    import ctypes
+
+    module = ctypes.CDLL(os.fspath(path), mode=_dlopen_flags(os.environ))
+    try:
+        if not hasattr(module, "ggml_backend_init"):
+            raise NoModuleError("it is no backend: it has no function ggml_backend_init")
+        _check_module(module)
+        yield
+    finally:
+        _ctypes.dlclose(module._handle)
+
+
+def _check_module(module: Any) -> None:
+    """Raise ModuleError if a library that is linked to ggml is linked to another one than ours."""
+    import ctypes
+
+    if not hasattr(module, "ggml_abort"):
+        return  # linked to none: it calls nothing of ggml
+    found = ctypes.cast(module.ggml_abort, ctypes.c_void_p).value
+    ours = ctypes.CDLL(_ours()).ggml_abort
+    if found == ctypes.cast(ours, ctypes.c_void_p).value:
+        return
+    base = Path(_ours()).name
+    base = Path(_ours())
+    raise ModuleError(
+        f"it is linked to another ggml than this package, which has its own in {base}; build it with "
+        "the same ggml, and link it to that file (patchelf --replace-needed libggml-base.so.0 "
+        f"{base.name} --set-rpath {base.parent})"
+    )
+
+
+def _ours() -> str:
+    """The file of libggml-base that serves the extension."""
+    return os.fsdecode(ffi.string(lib.ggml_cffi_library_of(b"ggml-base")))
 
 
 def _check_platform() -> None:

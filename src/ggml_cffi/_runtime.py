@@ -26,6 +26,7 @@ _CData = ffi.CData
 # ggml_cffi::error_kind of ggml/state.hpp
 _ABORTED, _NULL_ARGUMENT, _BAD_ENUMERATOR, _NOT_ALLOWED = 1, 2, 3, 4
 _OUT_OF_MEMORY, _CPP_EXCEPTION, _CALLBACK_RAISED = 5, 6, 7
+_NOT_LOADED, _NOT_SUPPORTED = 8, 9
 _FREED_ARGUMENT_LOST, _FIRST_ARGUMENT_LOST = 1, 2
 
 _DTYPES = {
@@ -586,6 +587,11 @@ def _described(
     if kind == _NOT_ALLOWED:
         error_type = IndexError if message.startswith("indices(") else ValueError
         return error_type(f"{function}: requires {_requirements.explained(message)}")
+    if kind == _NOT_LOADED:
+        name = facts.c_args[index]
+        return ValueError(f"{function}: {name} belongs to a backend that has been unloaded")
+    if kind == _NOT_SUPPORTED:
+        return errors.NotSupportedError(f"{function}: {message}")
     if kind == _OUT_OF_MEMORY:
         return MemoryError(f"{function}: out of memory ({message})")
     if kind == _CPP_EXCEPTION:

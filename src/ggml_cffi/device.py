@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import capi
 from ._handles import Borrowed, raw
-from ._runtime import invoke
+from ._loader import ffi, lib
+from ._runtime import helper, invoke
 from .capi import types
 from .enums import ggml_backend_dev_type
 
@@ -36,6 +37,14 @@ class Device(Borrowed[types.ggml_backend_device]):
 
     def __init__(self, handle: types.ggml_backend_device) -> None:
         super().__init__(raw(handle, DEVICE, "Device: handle"))
+
+    @property
+    def handle(self) -> types.ggml_backend_device:
+        """The pointer, for `capi`. Raises ValueError once its backend has been unloaded."""
+        found = super().handle
+        if not lib.ggml_cffi_is_loaded(found):
+            raise ValueError("the Device belongs to a backend that has been unloaded")
+        return found
 
     @property
     def name(self) -> str:
@@ -116,12 +125,25 @@ class Device(Borrowed[types.ggml_backend_device]):
         return Backend(self, n_threads)
 
     def __repr__(self) -> str:
+        if not lib.ggml_cffi_is_loaded(self._handle):
+            return f"<{type(self).__name__} of a backend that has been unloaded>"
         return f"<{type(self).__name__} {self.name}: {self.description}>"
 
 
 def devices() -> list[Device]:
-    """The devices of this machine, in ggml's order."""
-    return [Device(capi.ggml_backend_dev_get(i)) for i in range(capi.ggml_backend_dev_count())]
+    """The devices of this machine, in ggml's order; see `load_backend` for more."""
+    return [Device(handle) for handle in listed("device")]
+
+
+def listed(kind: str) -> list[Any]:
+    """The pointers of all devices ("device") or backends ("reg"), as they are at one moment."""
+    ask = "ggml_cffi_devices" if kind == "device" else "ggml_cffi_backends"
+    room, count = 0, 16
+    while count > room:  # some may be loaded meanwhile
+        room = count
+        found = ffi.new(f"struct ggml_backend_{kind} *[]", room)
+        count = helper(ask, found, room)
+    return [found[i] for i in range(count)]
 
 
 def device(name: str) -> Device:

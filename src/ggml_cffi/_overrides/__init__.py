@@ -12,6 +12,9 @@ from .allocators import (
 )
 from .devices import (
     ggml_backend_cuda_get_device_description,
+    ggml_backend_load,
+    ggml_backend_load_all,
+    ggml_backend_load_all_from_path,
     ggml_backend_meta_device,
     ggml_backend_vk_get_device_description,
 )
@@ -35,6 +38,9 @@ from .transfers import (
 
 __all__ = [
     "ggml_backend_cuda_get_device_description",
+    "ggml_backend_load",
+    "ggml_backend_load_all",
+    "ggml_backend_load_all_from_path",
     "ggml_backend_meta_device",
     "ggml_backend_sched_reserve_size",
     "ggml_backend_tensor_get_2d",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from .. import _runtime
-from .._loader import ffi
+from .._loader import ModuleError, NoModuleError, ffi, open_module
+from ..errors import GGMLError, NotSupportedError
 from ..meta import _create
 from ._base import bound, call
 
@@ -15,6 +19,88 @@ if TYPE_CHECKING:
     from ..meta._latch import SplitCallable
 
 _DESCRIPTION = 256
+# As ggml words it that the backend is of another release; and as we do where it says nothing.
+_API, _NO_BACKEND = "incompatible API version", "the library could not be loaded as a backend"
+
+
+def _path(function: str, name: str, value: types.String) -> str:
+    data = _runtime.string(value, function, name, False)
+    return os.fsdecode(ffi.string(data) if isinstance(data, ffi.CData) else data)
+
+
+@contextlib.contextmanager
+def _opened(function: str, path: str) -> Iterator[None]:
+    """Let a module be served by our ggml. Raises NotSupportedError for one of another ggml."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(open_module(path))
+        except (OSError, NoModuleError):
+            pass  # ggml itself will say what is wrong
+        except ModuleError as error:
+            text = f"{function}: {path!r} cannot be loaded: {error}"
+            raise NotSupportedError(text) from None
+        yield
+
+
+@bound
+def ggml_backend_load(path: types.String) -> types.ggml_backend_reg:
+    """Load a backend from a loadable module, a shared library; once more it gives the same.
+
+    Raises GGMLError for a file that cannot be loaded or is no backend, and NotSupportedError for a
+    backend of another ggml, or one that does not suit this machine.
+    """
+    name = "ggml_backend_load"
+    given = _path(name, "path", path)
+    with _opened(name, given):
+        try:
+            return cast("types.ggml_backend_reg", call(name, os.fsencode(given)))
+        except GGMLError as error:
+            text = str(error)
+            if _API not in text and _NO_BACKEND not in text:
+                raise
+    why = text if given in text else f"{text}: {given!r}"
+    if _API not in text:
+        why += "; it says that it does not suit this machine"
+    raise NotSupportedError(why)
+
+
+@contextlib.contextmanager
+def _all_opened(function: str, folders: Sequence[str]) -> Iterator[None]:
+    """Let all modules that ggml may take there be served by our ggml; see `_opened`."""
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            for found in sorted(glob.glob(os.path.join(glob.escape(folder), "libggml-*.so"))):
+                stack.enter_context(_opened(function, found))
+        if named := os.environ.get("GGML_BACKEND_PATH"):
+            stack.enter_context(_opened(function, named))
+        yield
+
+
+@bound
+def ggml_backend_load_all() -> None:
+    """Load the backends in the folder of the program and the current one.
+
+    Raises NotSupportedError, and loads none, where one there is of another ggml.
+    """
+    name = "ggml_backend_load_all"
+    program = os.path.dirname(os.path.realpath("/proc/self/exe"))
+    with _all_opened(name, [program, os.getcwd()]):
+        call(name)
+
+
+@bound
+def ggml_backend_load_all_from_path(dir_path: types.String | None = None) -> None:
+    """Load the backends in a folder; None is as `ggml_backend_load_all`.
+
+    Raises NotSupportedError, and loads none, where one there is of another ggml.
+    """
+    name = "ggml_backend_load_all_from_path"
+    if dir_path is None:
+        ggml_backend_load_all()
+        return
+    folder = _path(name, "dir_path", dir_path)
+    with _all_opened(name, [folder]):
+        call(name, os.fsencode(folder))
 
 
 @bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ def create(
             raise
         lib.ggml_backend_dev_buffer_type(device)  # enters it into its map while we have the lock
         _callbacks.remember_meta_device(device, function)
+    function.when_closed = functools.partial(lib.ggml_cffi_end_use, device)
     return device, function
 
 

@@ -118,6 +118,7 @@ class SplitFunction:
         self.latch: ErrorLatch = ErrorLatch()
         self._repeats = repeats
         self._function: SplitCallable | None = function
+        self.when_closed: Callable[[], object] = bool
         self._lock = threading.RLock()  # never held while the function runs
         self._frozen: dict[int, _Frozen] = {}
         self._buffers: set[int] = set()
@@ -141,6 +142,7 @@ class SplitFunction:
         """Drop the function and what it holds; what is not frozen is mirrored from then on."""
         self._function = None
         self.latch.release()
+        self.when_closed()
 
     def frozen(self, address: int) -> SplitState | None:
         """The answer for the tensor at this address, None if there is none."""

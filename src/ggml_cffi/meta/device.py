@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class MetaDevice(Device, Closing):
         handle, self._function = create(found, split_fn, on_error)
         self._devices = tuple(item if isinstance(item, Device) else Device(item) for item in found)
         super().__init__(handle)
+        # nobody can use it any more: its devices' backends may be unloaded
+        weakref.finalize(self, self._function.when_closed).atexit = False
 
     @property
     def handle(self) -> types.ggml_backend_device:
