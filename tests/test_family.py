@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap

@@ -126,8 +126,8 @@ def _check_module(module: Any) -> None:
     base = Path(_ours()).name
     base = Path(_ours())
     raise ModuleError(
-        f"it is linked to another ggml than this package, which has its own in {base}; build it with "
-        "the same ggml, and link it to that file (patchelf --replace-needed libggml-base.so.0 "
+        f"it is linked to another ggml than this package, which has its own in {base}; build it "
+        "with the same ggml, and link it to that file (patchelf --replace-needed libggml-base.so.0 "
         f"{base.name} --set-rpath {base.parent})"
     )
 
