@@ -1,4 +1,4 @@
-"""The command line: `python -m ggml_cffi demo`, `info` and `rpc-server`."""
+"""The command line: `python -m ggml_cffi demo`, `info`, `rpc-server` and `split`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,15 @@ def _rpc_server(given: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-_COMMANDS = {"demo": _demo, "info": _info, "rpc-server": _rpc_server}
+def _split(given: argparse.Namespace) -> int:
+    from . import _split_report
+
+    return _split_report.run(
+        given.file, given.devices, given.ratios, given.policy, given.json, given.svg
+    )
+
+
+_COMMANDS = {"demo": _demo, "info": _info, "rpc-server": _rpc_server, "split": _split}
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
@@ -91,7 +99,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "--ratios", type=parse_ratios, metavar="A,B,...", help="their shares (default: equal)"
     )
     info.add_argument("--json", action="store_true", help="as JSON")
-    return parser, {"demo": demo, "info": info, "rpc-server": _add_rpc_server(commands)}
+    made = {"demo": demo, "info": info}
+    made |= {"rpc-server": _add_rpc_server(commands), "split": _add_split(commands)}
+    return parser, made
 
 
 def _add_rpc_server(commands: Any) -> _Parser:
@@ -114,6 +124,34 @@ def _add_rpc_server(commands: Any) -> _Parser:
         "--until-eof", action="store_true", help="end when standard input does, too"
     )
     return server
+
+
+def _add_split(commands: Any) -> _Parser:
+    from ._split_report import POLICIES, parse_names
+
+    what = "show which tensor of a GGUF file would go to which device, and whether it fits"
+    text = f"{what.capitalize()}. The exit status is 1 if it does not."
+    split: _Parser = commands.add_parser("split", help=what, description=text)
+    split.add_argument("file", type=Path, metavar="FILE.gguf")
+    split.add_argument(
+        "--devices",
+        type=parse_names,
+        required=True,
+        metavar="NAME,...",
+        help="1 to 16 devices, as `info` lists them; one may be named several times",
+    )
+    split.add_argument(
+        "--ratios", type=parse_ratios, metavar="A,B,...", help="their shares (default: equal)"
+    )
+    split.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="auto",
+        help="auto: by the names and metadata of llama.cpp (default)",
+    )
+    split.add_argument("--json", action="store_true", help="as JSON")
+    split.add_argument("--svg", type=Path, metavar="OUT", help="draw the devices' memory")
+    return split
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `MetaDevice` spreads tensors over several devices as a Python function says that answers with
 `SplitState`s; `split_function(device)` tells of a meta device made through `capi` what its function
 answered and whether it failed. `policies` are split functions to choose from. `MetaDevice.plan`
-says what becomes of a graph before it runs.
+says what becomes of a graph before it runs, and `compare` runs it on one device besides.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from ._latch import ErrorLatch, SplitFunction
 from ._split import SplitAxis, SplitState, TensorInfo
 
 if TYPE_CHECKING:
+    from ._compare import Comparison, Difference, compare
     from ._create import split_function
     from .device import MetaDevice
     from .plan import AllReduce, Plan, Planned
 
 __all__ = [
     "AllReduce",
+    "Comparison",
+    "Difference",
     "ErrorLatch",
     "MetaDevice",
     "Plan",
@@ -29,6 +32,7 @@ __all__ = [
     "SplitFunction",
     "SplitState",
     "TensorInfo",
+    "compare",
     "policies",
     "split_function",
 ]
@@ -44,6 +48,10 @@ def __getattr__(name: str) -> object:
         from . import plan
 
         return getattr(plan, name)
+    if name in ("Comparison", "Difference", "compare"):
+        from . import _compare
+
+        return getattr(_compare, name)
     if name == "split_function":
         from ._create import split_function
 

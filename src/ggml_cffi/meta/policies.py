@@ -346,7 +346,10 @@ class Rules(Policy):
     def why(self, info: TensorInfo, n_devs: int) -> str:
         """The rule, in words."""
         found = self._rule(info)
-        return "no rule names it" if found is None else str(found[1])
+        if found is None:
+            return "no rule names it"
+        chosen = found[1]
+        return chosen.why if isinstance(chosen, Mirror) and chosen.why else str(chosen)
 
     def _rule(self, info: TensorInfo) -> tuple[re.Match[str], Cut] | None:
         compiled: tuple[tuple[re.Pattern[str], Cut], ...]

@@ -1,0 +1,105 @@
+"""A graph on a meta device against one device, result by result."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from _release import needs_meta
+
+from ggml_cffi import Context, Graph, MetaDevice, SplitError, SplitState, ops
+from ggml_cffi.meta import compare, policies
+from ggml_cffi.meta._compare import _difference
+
+pytestmark = needs_meta
+
+RULES = policies.Rules(
+    [policies.Rule("up|gate", policies.Column("h")), policies.Rule("down", policies.Row("h"))],
+    [3, 1],
+    {"h": policies.Group(256, 32)},
+)
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def feed_forward(ctx: Context, device: MetaDevice) -> Any:
+    up = ctx.from_numpy(numbers(256, 64), name="up", dtype="q8_0")
+    gate = ctx.from_numpy(numbers(256, 64, seed=1), name="gate", dtype="q4_0")
+    down = ctx.from_numpy(numbers(64, 256, seed=2), name="down", dtype="q8_0")
+    table = ctx.from_numpy(numbers(100, 64, seed=3), name="table", dtype="f16")
+    norm = ctx.from_numpy(numbers(2, 64, seed=4), name="norm")
+    ctx.allocate(device)
+    x = ops.get_rows(table, ctx.input(5, "i32", name="tokens"))
+    hidden = ops.swiglu_split(ops.mul_mat(gate, x), ops.mul_mat(up, x))
+    y = ops.mul_mat(down, hidden) + x
+    y = ops.rms_norm(y, 1e-5) * norm[1]  # a view of a weight
+    y.name = "y"
+    return y
+
+
+@pytest.mark.parametrize("inputs", [None, {"tokens": [7, 99, 0, 1, 2]}])
+def test_all_results_are_compared(inputs: Any) -> None:
+    with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
+        found = compare(Graph(feed_forward(ctx, device)), device, inputs=inputs)
+    names = [one.op for one in found.nodes]
+    assert names.count("MUL_MAT") == 3 and "GLU" in names and "VIEW" not in names
+    assert found.agrees and found.first is None
+    assert found.nodes[-1].name == "y" and found.nodes[-1].shape == (5, 64)
+    assert 0 < max(one.relative for one in found.nodes) < 1e-5  # the sums are in another order
+    assert str(found).count("\n") == len(found.nodes) - 1
+
+
+def test_the_first_that_differs_is_named() -> None:
+    calls = []
+
+    def other_each_time(out: Any, x: Any) -> None:
+        calls.append(1)
+        out[...] = x + (1 if len(calls) == 1 else 0)
+
+    with MetaDevice(["CPU"], policies.mirror()) as device, Context() as ctx:
+        w = ctx.from_numpy(numbers(4, 3), name="w")
+        ctx.allocate(device)
+        odd = ops.custom(other_each_time, w, n_tasks=1)
+        odd.name = "odd"
+        later = odd * 2
+        later.name = "later"
+        found = compare(Graph(later), device)
+    assert not found.agrees
+    assert found.first is not None and found.first.name == "odd"
+    assert found.first.absolute == pytest.approx(1)
+    assert "differs" in str(found.first)
+
+
+def test_what_is_nan_in_one_alone_differs() -> None:
+    with Context() as ctx:
+        tensor = ctx.tensor(3, name="t").handle
+        one, nan = np.float32([1, 2, 3]), np.float32([1, np.nan, 3])
+        assert _difference(tensor, one, one).agrees
+        assert _difference(tensor, nan, nan).agrees
+        assert not _difference(tensor, nan, one).agrees
+        assert math.isnan(_difference(tensor, one, nan).absolute)
+        infinite = np.float32([1, -np.inf, 3])
+        assert _difference(tensor, infinite, infinite).agrees
+        assert not _difference(tensor, infinite, one).agrees
+
+
+def test_a_partial_weight_cannot_be_read_back() -> None:
+    def split(info: Any, n_devs: int) -> SplitState:
+        return SplitState.partial() if info.name == "b" else SplitState.mirrored()
+
+    with MetaDevice(["CPU", "CPU"], split) as device, Context() as ctx:
+        b = ctx.from_numpy(numbers(2, 4), name="b")
+        ctx.allocate(device)
+        with pytest.raises(SplitError, match="PARTIAL"):
+            compare(Graph(ops.scale(b, 2.0)), device)
+
+
+def test_what_is_no_device() -> None:
+    with MetaDevice(["CPU"], policies.mirror()) as device, Context() as ctx:
+        graph = Graph(ctx.input(3, name="x") + 1)
+        with pytest.raises(TypeError, match="reference is 3"):
+            compare(graph, device, reference=3)  # type: ignore[arg-type]

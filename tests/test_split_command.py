@@ -1,0 +1,123 @@
+"""`python -m ggml_cffi split`: where the tensors of a file go."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _models import transformer
+from _release import needs_meta
+
+from ggml_cffi import _split_report, device
+from ggml_cffi.__main__ import main
+
+pytestmark = needs_meta
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model <1>.gguf"
+    transformer(path, heads=8, kv_heads=4, hidden=512).close()
+    return path
+
+
+def as_json(capsys: Any, *arguments: object) -> Any:
+    assert main(["split", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_tensor_and_every_byte(model: Path, capsys: Any) -> None:
+    found = as_json(capsys, model, "--devices", "CPU,CPU", "--ratios", "3,1")
+    tensors = {one["name"]: one for one in found["tensors"]}
+    assert len(tensors) == 5
+    down = tensors["blk.0.ffn_down.weight"]
+    assert down["split"] == "split along axis 0: 384 + 128"
+    assert down["nbytes"] == [384 * 256 * 4, 128 * 256 * 4]
+    assert down["kind"] == "feed-forward" and down["type"] == "f32"
+    whole = tensors["token_embd.weight"]
+    assert whole["split"] == "mirrored" and whole["nbytes"] == [100 * 256 * 4] * 2
+    assert whole["why"] == "each device needs all of it"
+    assert tensors["output.weight"]["split"] == "split along axis 1: 75 + 25"
+    for j, room in enumerate(found["devices"]):
+        assert room["nbytes"] == sum(one["nbytes"][j] for one in tensors.values())
+        assert room["nbytes"] == sum(room["kinds"].values())
+    assert found["fits"] is True
+
+
+def test_for_people(model: Path, capsys: Any) -> None:
+    assert main(["split", str(model), "--devices", "CPU,CPU,CPU,CPU,CPU"]) == 0
+    out = capsys.readouterr().out
+    assert "4 KV heads are too few for 5 devices" in out
+    assert out.count("device ") == 6 and "fits" in out
+
+
+@pytest.mark.parametrize(
+    ("policy", "split"),
+    [("mirror", "mirrored"), ("axis0", "split along axis 0: 256 + 256"), ("axis1", "128 + 128")],
+)
+def test_other_policies(model: Path, capsys: Any, policy: str, split: str) -> None:
+    found = as_json(capsys, model, "--devices", "CPU,CPU", "--policy", policy)
+    (down,) = [one for one in found["tensors"] if one["name"] == "blk.0.ffn_down.weight"]
+    assert down["split"].endswith(split)
+
+
+def test_what_does_not_fit(model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = device("CPU")
+    small = type(cpu.memory)(1000, 2000)
+    monkeypatch.setattr(type(cpu), "memory", property(lambda self: small))
+    assert main(["split", str(model), "--devices", "CPU"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_devices_named_twice_share_their_memory(model: Path) -> None:
+    cpu = device("CPU")
+    with transformer(model, heads=8, kv_heads=4, hidden=512) as file:
+        report = _split_report.make(file, [cpu, cpu], [1, 1], "auto")
+        alone = _split_report.make(file, [cpu], [1], "mirror")
+    assert report.devices[0].free == pytest.approx(alone.devices[0].free / 2, rel=0.2)
+
+
+def test_the_drawing(model: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.svg"
+    assert main(["split", str(model), "--devices", "CPU,CPU", "--svg", str(out)]) == 0
+    root = ET.fromstring(out.read_text(encoding="utf-8"))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum("feed-forward" in str(title) for title in titles) == 2
+    widths = [float(one.get("width", 0)) for one in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert max(widths) > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--devices", "XPU"], "there is no device 'XPU'"),
+        (["--devices", ","], "expected 1 to 16 names"),
+        (["--devices", "CPU", "--ratios", "1,2"], "2 ratios for 1 devices"),
+        (["--devices", "CPU", "--policy", "magic"], "invalid choice: 'magic'"),
+        (["--devices", "CPU", "--svg", "/no/such/folder/x.svg"], "No such file"),
+    ],
+)
+def test_what_cannot_be_done(model: Path, capsys: Any, arguments: list[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["split", str(model), *arguments])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_no_model(tmp_path: Path, capsys: Any) -> None:
+    for path, text in ((tmp_path / "none.gguf", "No such file"), (tmp_path, "no regular file")):
+        with pytest.raises(SystemExit) as ended:
+            main(["split", str(path), "--devices", "CPU"])
+        assert ended.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
+)
+def test_sizes(n: int, text: str) -> None:
+    assert _split_report.size(n) == text
