@@ -504,6 +504,9 @@ inline int accept(int fd, sockaddr * address, socklen_t * size) {
 // messages, and a connection does not end before all copies are closed. So each becomes a socket that is
 // connected to nobody; what closes it later closes that.
 inline void let_go_in_child() {
+    if (connections.empty() && served.empty()) {
+        return;
+    }
     const int nobody = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     for (auto & [fd, c] : connections) {
         const shared anew = std::make_shared<connection>(c->name, c->allowed);

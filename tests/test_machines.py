@@ -24,7 +24,7 @@ from benchmarks.stack import Stack, split
 from ggml_cffi import MetaDevice, device, rpc
 
 pytestmark = pytest.mark.rpc
-PATIENCE = 2.0  # seconds that an answer may take
+PATIENCE = 3.0  # seconds that an answer may take, where a link is cut
 BOUND = 3 * PATIENCE
 SHAPE: dict[str, Any] = {"width": 64, "hidden": 96, "n_layers": 3, "n_tokens": 5}
 #: Bits a second and seconds each way.
@@ -39,12 +39,15 @@ def network(n: int, rate: float = 0, delay: float = 0) -> hosts.Network:
 
 
 @contextlib.contextmanager
-def connected(net: hosts.Network) -> Iterator[list[rpc.Connection]]:
-    """Connections to all workers of a network, on whose client's host this thread is."""
+def connected(net: hosts.Network, patience: float = 60) -> Iterator[list[rpc.Connection]]:
+    """Connections to all workers of a network, on whose client's host this thread is.
+
+    `patience`: seconds that an answer may take.
+    """
     with contextlib.ExitStack() as held:
         held.enter_context(net.client.inside())
         yield [
-            held.enter_context(rpc.connect(endpoint, response_timeout=PATIENCE))
+            held.enter_context(rpc.connect(endpoint, response_timeout=patience))
             for endpoint in net.endpoints
         ]
         gc.collect()
@@ -90,7 +93,7 @@ def test_a_link_has_its_bandwidth() -> None:
 
 @pytest.mark.parametrize("delay", [0, 0.005], ids=["near", "far"])
 def test_a_link_that_is_cut(delay: float) -> None:
-    with network(2, delay=delay) as net, connected(net) as (first, second):
+    with network(2, delay=delay) as net, connected(net, PATIENCE) as (first, second):
         models = [Model(first[0]), Model(second[0])]
         with MetaDevice([first[0], second[0]], split) as meta:
             stack = Stack(meta, **SHAPE)

@@ -447,7 +447,7 @@ def test_ctrl_c_ends_a_wait_for_another_threads_answer(workers: rpc.LocalWorkers
 
     thread = threading.Thread(target=other)
     thread.start()
-    time.sleep(0.3)  # it waits for its answer
+    time.sleep(0.5)  # it waits for its answer
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     begin = time.monotonic()
@@ -484,13 +484,13 @@ def test_signals_within_signals_do_not_speak_to_whom_is_waited_for() -> None:
             models[0].run()
         refused.append(caught.value.reason)
 
-    with rpc.LocalWorkers(2, response_timeout=1.0) as workers:
+    with rpc.LocalWorkers(2, response_timeout=2.0) as workers:
         models = [Model(device) for device in workers]
         for process in workers.processes:
             strike(process, signal.SIGSTOP)
         before = signal.signal(signal.SIGALRM, outer), signal.signal(signal.SIGUSR1, inner)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         try:
             lost(models[0].run, workers.endpoints[0])
         finally:
@@ -569,7 +569,7 @@ def test_all_steps_of_connecting_take_the_time_together(
         return data
 
     with Proxy(workers.endpoints[0], to_client=slowly) as proxy:
-        error = lost(lambda: rpc.connect(proxy.address, timeout=1.5), proxy.address, 2.3)
+        error = lost(lambda: rpc.connect(proxy.address, timeout=1.5), proxy.address, 3)
         assert "no answer within" in error.reason
         proxy.to_client = None
         until = time.monotonic() + BOUND  # the worker takes note of who has gone
