@@ -62,6 +62,8 @@ def test_against_numpy(case, target):
     inputs = {t.name: given[t.name] for t in graph.inputs}
     _backends.require_support(target, graph.nodes)
     rtol, atol = (_backends.KIND.slack * error for error in (case.rtol, case.atol))
+    if _backends.KIND.on_gpu:
+        rtol, atol = map(max, (rtol, atol), case.error_on_gpu)
     for n_threads in (1, 2) if case in LARGEST else (1,):
         with _backends.refusing(case.op), graph.compile(target, n_threads) as compiled:
             for _ in range(2):  # what works in place must not spoil the next run

@@ -81,6 +81,24 @@ class Case:
     unordered: bool = False  # the numbers of a row in any order
     parameters: tuple[str, ...] = ()  # operands that are to be trained
     label: str = ""
+    terms: int = 0  # of the sum that each number of a product of matrices is
+
+    @property
+    def error_on_gpu(self) -> tuple[float, float]:
+        """How far a product of matrices may be, relative and absolute, where GPUs compute it in
+        half precision: six times what adds up for numbers and weights of -2 to 2.
+
+        Both factors are rounded. Where weights are not f32 the sum is as well, each time something
+        is added: it wanders as the square root of the number of terms, or goes to a large result.
+        """
+        if not self.terms:
+            return 0, 0
+        atol = of_product(self.terms, 2**0.5 * ROUNDING["f16"])
+        if {one.dtype for one in self.operands.values()} <= {"f32", "i32"}:
+            return 0, atol
+        rounding = 6 * ROUNDING["f16"] / 3**0.5
+        of_sum = rounding * 4 / 3 * self.terms / 2**0.5
+        return rounding * (self.terms / 3) ** 0.5, math.hypot(atol, of_sum)
 
 
 CASES: list[Case] = []
@@ -116,6 +134,7 @@ def case(
     atol: float = 1e-5,
     unordered: bool = False,
     parameters: tuple[str, ...] = (),
+    terms: int = 0,
     **arguments: Any,
 ) -> None:
     dtypes = {o.dtype for o in operands.values()}
@@ -133,6 +152,7 @@ def case(
             unordered,
             parameters,
             f"{op}-{'-'.join(words)}",
+            terms,
         )
     )
 

@@ -34,6 +34,7 @@ for _sa, _sb in (
         lambda a, b: ref.mul_mat(a, np.atleast_2d(b)),
         {"a": f32(*_sa), "b": f32(*_sb)},
         atol=1e-4,
+        terms=_sa[-1],
     )
 for _rows, _columns in ((5, 3), (40, 33)):
     for _dtype in ("f16", "bf16"):
@@ -42,6 +43,7 @@ for _rows, _columns in ((5, 3), (40, 33)):
             ref.mul_mat,
             {"a": Operand((_rows, 64), _dtype), "b": f32(_columns, 64)},
             atol=of_product(64, ROUNDING[_dtype]),
+            terms=64,
         )
     for _dtype in QUANTISED:
         case(
@@ -49,15 +51,17 @@ for _rows, _columns in ((5, 3), (40, 33)):
             ref.mul_mat,
             {"a": Operand((_rows, 512), _dtype), "b": f32(_columns, 512)},
             atol=of_product(512),
+            terms=512,
         )
 _EXPERTS = {"as_": f32(4, 5, 32), "ids": ints(3, 2, below=4)}
-case("mul_mat_id", ref.mul_mat_id, _EXPERTS | {"b": f32(3, 2, 32)}, atol=1e-4)
-case("mul_mat_id", ref.mul_mat_id, _EXPERTS | {"b": f32(3, 1, 32)}, atol=1e-4)
+case("mul_mat_id", ref.mul_mat_id, _EXPERTS | {"b": f32(3, 2, 32)}, atol=1e-4, terms=32)
+case("mul_mat_id", ref.mul_mat_id, _EXPERTS | {"b": f32(3, 1, 32)}, atol=1e-4, terms=32)
 case(
     "mul_mat_id",
     ref.mul_mat_id,
     _EXPERTS | {"as_": Operand((4, 5, 32), "q8_0"), "b": f32(3, 2, 32)},
     atol=of_product(32),
+    terms=32,
 )
 for _stack in ((), (2,), (2, 3)):
     case(
