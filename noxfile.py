@@ -483,8 +483,11 @@ def bench(session: nox.Session) -> None:
     chosen = [name for name in BENCHMARKS if name in session.posargs]
     options = [word for word in session.posargs if word not in BENCHMARKS]
     for name in chosen or BENCHMARKS:
-        if name in BENCHMARK_BACKENDS:  # the others come before
-            install_for(session, BENCHMARK_BACKENDS[name])
+        if backend := BENCHMARK_BACKENDS.get(name):  # the others come before
+            if missing := unbuildable(BACKENDS[backend]):
+                session.warn(f"{name} is left out, for want of {missing}")
+                continue
+            install_for(session, backend)
         session.run("python", "-m", f"benchmarks.{name}", *options)
 
 
