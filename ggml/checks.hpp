@@ -203,6 +203,16 @@ inline bool has_dot_product(const ggml_tensor * t) {
     }
 }
 
+// The CPU's own functions can be asked: where it is a loadable module, it may not be loaded.
+inline bool has_cpu() {
+#ifdef GGML_CFFI_HAS_MODULES
+    ggml_cffi::reads_registry held;
+    return ggml_backend_reg_by_name("CPU") != nullptr;
+#else
+    return true;
+#endif
+}
+
 // Rows of this type can be converted to float at all.
 inline bool has_to_float(ggml_type type) {
     return !ggml_is_quantized(type) || ggml_get_type_traits(type)->to_float;
@@ -212,8 +222,10 @@ inline bool has_to_float(ggml_type type) {
 // no kernel does.
 inline bool has_from_float(ggml_type type) {
 #ifdef GGML_CFFI_LINKS_GGML_CPU
-    return ggml_get_type_traits_cpu(type)->from_float;
-#else
+    if (has_cpu()) {
+        return ggml_get_type_traits_cpu(type)->from_float;
+    }
+#endif
     switch (type) {
         case GGML_TYPE_I8: case GGML_TYPE_I16: case GGML_TYPE_I64: case GGML_TYPE_F64:
         case GGML_TYPE_IQ2_XXS: case GGML_TYPE_IQ2_XS: case GGML_TYPE_IQ2_S: case GGML_TYPE_IQ3_XXS:
@@ -222,7 +234,6 @@ inline bool has_from_float(ggml_type type) {
         default:
             return true;
     }
-#endif
 }
 
 // Only float becomes integers.

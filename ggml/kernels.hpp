@@ -121,11 +121,14 @@ inline bool scales_inside(int64_t out, int64_t in, float scale) {
 // Floats that one step of RWKV_WKV7 reads and writes, without a remainder.
 inline int64_t vector_step() {
 #ifdef GGML_CFFI_LINKS_GGML_CPU
-    if (ggml_cpu_has_sve() || ggml_cpu_has_riscv_v()) {
-        return 1;
+    if (has_cpu()) {
+        if (ggml_cpu_has_sve() || ggml_cpu_has_riscv_v()) {
+            return 1;
+        }
+        return ggml_cpu_has_avx512() ? 64 : ggml_cpu_has_neon() || ggml_cpu_has_wasm_simd() ? 16 : 32;
     }
-    return ggml_cpu_has_avx512() ? 64 : ggml_cpu_has_neon() || ggml_cpu_has_wasm_simd() ? 16 : 32;
-#elif defined(__x86_64__)
+#endif
+#if defined(__x86_64__)
     return 64;
 #else
     return 32;
@@ -189,13 +192,14 @@ inline bool writes_inside(const ggml_tensor * to, const ggml_tensor * b, size_t 
 // Rows of the other matrix are converted to this type, if they are of F32, or are of it.
 inline bool dot_type(const ggml_tensor * a, const ggml_tensor * b) {
 #ifdef GGML_CFFI_LINKS_GGML_CPU
-    const ggml_type type = ggml_get_type_traits_cpu(a->type)->vec_dot_type;
-    return b->type == type || (is_f32(b) && has_from_float(type));
-#else
+    if (has_cpu()) {
+        const ggml_type type = ggml_get_type_traits_cpu(a->type)->vec_dot_type;
+        return b->type == type || (is_f32(b) && has_from_float(type));
+    }
+#endif
     return is_f32(b) || (ggml_is_quantized(a->type)
                              ? typed(b, GGML_TYPE_Q8_0, GGML_TYPE_Q8_1, GGML_TYPE_Q8_K)
                              : b->type == a->type);
-#endif
 }
 
 inline bool multiplies(const ggml_tensor * a, const ggml_tensor * b, const ggml_tensor * to) {

@@ -188,7 +188,7 @@ inline bool can_work(ggml_backend_t backend, ggml_cgraph * graph) {
     for (size_t i = 0; i < n_children(backend); ++i) {
         can_work(child(backend, i), graph);
     }
-    if (ggml_backend_is_cpu(backend)) {
+    if (check::has_cpu() && ggml_backend_is_cpu(backend)) {
         const size_t size = ggml_graph_plan(graph, threads_of(backend), nullptr).work_size;
         if (size > (1u << 20)) {
             ::operator delete(::operator new(size));

@@ -4,6 +4,8 @@
 #include <dlfcn.h>
 #include <string>
 
+#define GGML_CFFI_HAS_MODULES
+
 namespace ggml_cffi {
 
 // Throws what the guard makes a NotSupportedError of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -432,12 +433,54 @@ def test_error_linked_to_another_ggml(tmp_path: Path) -> None:
 # ---- what cannot be unloaded
 
 
-@needs("libggml-cpu")
-def test_error_built_in() -> None:
+def test_error_the_cpu_is_built_in_or_in_use() -> None:
     cpu = ggml_cffi.device("CPU")
-    with pytest.raises(ValueError, match="CPU is built in, not a loadable module"):
+    linked = "ggml-cpu" in build_info.LIBRARIES
+    why = "CPU is built in, not a loadable module" if linked else r"CPU still has \d+ backend"
+    with Backend(cpu), pytest.raises(ValueError, match=why):
         ggml_cffi.unload_backend(cpu)
     assert cpu in ggml_cffi.devices()
+
+
+WITHOUT_THE_CPU = """
+import sys
+import numpy as np
+import ggml_cffi
+from _fake_backend import let_compute
+from ggml_cffi import capi, ops
+from ggml_cffi._gen import build_info
+let_compute(sys.argv[1])
+(device,) = ggml_cffi.load_backend(sys.argv[1])
+if "ggml-cpu" not in build_info.LIBRARIES:
+    ggml_cffi.unload_backend(ggml_cffi.device("CPU"))
+    assert ggml_cffi.devices() == [device]
+    for call in capi.ggml_cpu_has_avx2, capi.ggml_is_numa, capi.ggml_backend_cpu_init:
+        try:
+            call()
+        except ggml_cffi.NotSupportedError as error:
+            assert str(error).startswith(call.__name__ + ": the backend CPU is a loadable module")
+        else:
+            raise AssertionError(call)
+a, b = np.arange(12, dtype=np.float32).reshape(3, 4), np.ones((2, 4), np.float32)
+with ggml_cffi.Context() as ctx:
+    x, y = ctx.from_numpy(a), ctx.from_numpy(b)
+    ctx.allocate(device)
+    result = ops.cast(ops.mul_mat(x, y), "f16")
+    print((ggml_cffi.Graph(result).compile(device)() == b @ a.T).all())
+"""
+
+
+def test_a_backend_computes_where_the_cpu_is_not_loaded(path: Path) -> None:
+    """What the checks before a graph ask of the CPU, they do without where it is a module."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_CPU, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_error_nothing_to_unload(path: Path) -> None:
