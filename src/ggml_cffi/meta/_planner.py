@@ -242,6 +242,11 @@ def _has_partial_bias(splits: Splits, i: int) -> bool:
     )
 
 
+def _shares(splits: Splits, i: int | None) -> tuple[int, ...]:
+    state = None if i is None else splits.states[i]
+    return () if state is None or not state.told.is_split else state.told.shares
+
+
 def _is_partial(splits: Splits, i: int | None) -> bool:
     state = None if i is None else splits.states[i]
     return state is not None and state.axis == SplitAxis.PARTIAL
@@ -257,6 +262,9 @@ def _check_sums(found: Mended) -> None:
             product = node.operands[0]
             if product is None or not product < i <= found.reduces.get(product, -1):
                 why = "its bias is PARTIAL, so it must follow a row-parallel product at once"
+                raise Refusal(i, _refused(splits, i, why))
+            if any(0 in _shares(splits, one) for one in splits.nodes[product].operands):
+                why = "its bias is PARTIAL, and a device without a share leaves out its addend"
                 raise Refusal(i, _refused(splits, i, why))
 
 

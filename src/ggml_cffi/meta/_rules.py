@@ -190,7 +190,7 @@ def _scaled(step: Step, told: SplitState) -> SplitState:
         first = False
     if first:
         raise GivesUp("no operand says what share is whose", "!first_src_split_by_axis")
-    return SplitState(told.axis, tuple(ne), n_segments, nr)
+    return SplitState(told.axis, tuple(ne[: n * n_segments]), n_segments, nr)
 
 
 # ---- what ggml takes a split for
@@ -268,7 +268,7 @@ def _product(step: Step) -> SplitState:
     if a.axis == b.axis == mirrored:
         return MIRRORED
     if a.axis == 1 and b.axis == mirrored:
-        return SplitState(SplitAxis.AXIS_0, a.ne, 1, (1, *a.nr[1:]))
+        return _along(0)  # segments and repeats are one from here on
     if b.axis == 1 and a.axis == mirrored:
         return b
     if a.axis == b.axis == 0:

@@ -1,0 +1,106 @@
+"""The planner of meta devices and ggml agree: on what is refused, and on the numbers of the rest.
+
+GGML_CFFI_FUZZ=N: twice as many random graphs as that, of a new seed; otherwise always the same.
+What they come to is printed (``pytest -s``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planned_graphs import FUNCTIONS, PARTS
+from runner import Runner
+from test_fuzz import ASKED, EXAMPLES, examples, extents, seeds
+
+from ggml_cffi import capi
+from ggml_cffi.meta._rules import RULES
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices"
+)
+
+OFTEN = [*PARTS] * 24 + ["ggml_add", "ggml_mul", "ggml_rms_norm", "ggml_cont", "ggml_scale"] * 8
+
+graphs = st.fixed_dictionaries(
+    {
+        "kind": st.just("planned"),
+        "devices": st.sampled_from((2, 3, 2, 4, 1)),
+        "style": st.sampled_from((1, 1, 1, 1, 1, 2)),
+        "dims": extents(),
+        "seed": seeds,
+        "more": st.sampled_from((0, 0, 0, 1, 3)),
+        "nodes": st.lists(
+            st.tuples(
+                st.sampled_from([*OFTEN, *FUNCTIONS]),
+                st.binary(min_size=32, max_size=32).map(bytes.hex),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+    }
+)
+
+
+#: No graph of these can be had on a meta device of CPUs, so none is accepted.
+NEVER_ACCEPTED = {
+    "ARANGE": "it has no operands, and ggml asks those for the split",
+    "CUSTOM": "not drawn here: see tests/test_planner.py",
+    "MAP_CUSTOM1": "not drawn here: see tests/test_planner.py",
+    "MAP_CUSTOM2": "not drawn here: see tests/test_planner.py",
+    "MAP_CUSTOM3": "not drawn here: see tests/test_planner.py",
+    "FLASH_ATTN_BACK": "ggml_flash_attn_back itself aborts",
+    "OPT_STEP_ADAMW": "not drawn here: it writes into a weight",
+    "OPT_STEP_SGD": "not drawn here: it writes into a weight",
+}
+NEVER_REFUSED = {name for name in NEVER_ACCEPTED if name != "ARANGE"}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    made = Runner()
+    yield made
+    print(made.report("graphs that are planned"))
+    made.close()
+
+
+@examples(2 if ASKED else 500 / EXAMPLES)
+@given(graphs)
+def test_graphs_of_networks(runner: Runner, example: dict[str, Any]) -> None:
+    runner.run(example)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_each_operation(runner: Runner, function: str) -> None:
+    """With operands that are whole, and with such as are cut."""
+    draw = random.Random(function)
+    for style in (0, 0, 2, 2, 2, 2):
+        nodes = [(function, draw.randbytes(32).hex())]
+        dims = [draw.choice((4, 8, 32, 64)) for _ in range(4)]
+        runner.run(
+            {
+                "kind": "planned", "devices": 2, "style": style, "dims": dims,
+                "seed": draw.randrange(100), "more": 0, "nodes": nodes, "strict": False,
+            }
+        )  # fmt: skip
+
+
+def test_what_the_graphs_come_to(runner: Runner, need: Any) -> None:
+    counts = runner.counts
+    need(counts["graphs"] >= 900, "number of graphs that says anything")
+    accepted = counts["accepted as it is"] + counts["accepted with copies"]
+    assert accepted >= 0.4 * counts["graphs"]
+    assert counts["accepted with copies"] >= 20
+    assert counts["accepted with something cut"] >= 0.2 * counts["graphs"]
+    assert counts["refused: ggml aborts"] >= 100
+    # of those that are refused as wrong, few are right: by chance, and in memory of its own
+    assert {op for op in RULES if not counts[f"accepted {op}"]} == known(NEVER_ACCEPTED)
+    assert {op for op in RULES if not counts[f"refused {op}"]} == known(NEVER_REFUSED)
+
+
+def known(ops: Collection[str]) -> set[str]:
+    return {op for op in ops if op in RULES}
