@@ -240,6 +240,9 @@ def judge(made: Example, counts: Counter[str], strict: bool) -> None:
         refusal = _plan(meta, here.graph, mend=False)
         mended = refusal and _plan(meta, here.graph, mend=True)
     counts["graphs"] += 1
+    word = "refused" if mended or GIVES_UP.search(refusal) else "accepted"
+    called = {r.function for r in made.program.records if isinstance(r, Call)}
+    counts.update(f"{word} call {function}" for function in called)
     aborts = GIVES_UP.search(refusal)
     if aborts:
         counts["refused: ggml aborts"] += 1
@@ -316,7 +319,8 @@ def _try(made: Example, meta: MetaDevice, refusal: str, counts: Counter[str]) ->
         _in_child(made, right)
     status = os.waitpid(child, 0)[1]
     code = os.waitstatus_to_exitcode(status)
-    outcome = {0: "right", 1: "wrong", 2: "aborts", 3: "not read"}.get(code, "crashes")
+    outcomes = {0: "right", 1: "wrong", 2: "aborts", 3: "not read", 5: "is refused by capi"}
+    outcome = outcomes.get(code, "crashes")
     counts[f"strict: {_op(refusal)}: {why}: {outcome}"] += 1
 
 
@@ -325,13 +329,10 @@ def _in_child(made: Example, right: Reference) -> None:
     code = 4
     try:
         meta = MetaDevice(["CPU"] * made.n_devs, made.split, "raise")
-        code = 0
-        for name, found in made.by_ggml(meta).items():
-            if found is None:
-                code = code or 3
-            elif right.wrong(name, found):
-                code = 1
-    except AbortError:
-        code = 2
+        found = made.by_ggml(meta)
+        wrong = [one is not None and right.wrong(name, one) for name, one in found.items()]
+        code = 1 if any(wrong) else 3 if any(one is None for one in found.values()) else 0
+    except REFUSALS as error:
+        code = 2 if isinstance(error, AbortError) else 5
     finally:
         os._exit(code)

@@ -7,6 +7,7 @@ so that operands often go together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from operations import OPERATIONS, Recipe
@@ -36,11 +37,29 @@ class Guess(NamedTuple):
 INPUT = Placed(False, SplitState.mirrored())
 MIRRORED = Placed(True, SplitState.mirrored())
 
-_ELEMENTWISE = (
-    "ggml_add ggml_sub ggml_mul ggml_div ggml_add_id ggml_scale ggml_norm ggml_rms_norm ggml_silu "
-    "ggml_gelu ggml_relu ggml_swiglu_split ggml_rope ggml_rope_ext ggml_cont ggml_soft_max "
-    "ggml_soft_max_ext ggml_l2_norm ggml_sqr ggml_tanh ggml_clamp"
-).split()
+_ELEMENTWISE = {
+    "ggml_add",
+    "ggml_sub",
+    "ggml_mul",
+    "ggml_div",
+    "ggml_add_id",
+    "ggml_scale",
+    "ggml_norm",
+    "ggml_rms_norm",
+    "ggml_silu",
+    "ggml_gelu",
+    "ggml_relu",
+    "ggml_swiglu_split",
+    "ggml_rope",
+    "ggml_rope_ext",
+    "ggml_cont",
+    "ggml_soft_max",
+    "ggml_soft_max_ext",
+    "ggml_l2_norm",
+    "ggml_sqr",
+    "ggml_tanh",
+    "ggml_clamp",
+}
 
 
 class PlannedBuilder(Builder):
@@ -68,7 +87,7 @@ class PlannedBuilder(Builder):
         else:  # as even as it goes
             cuts = [units * (j + 1) // n_devs for j in range(n_devs - 1)]
         borders = [0, *cuts, units]
-        return tuple((b - a) * unit for a, b in zip(borders, borders[1:], strict=False))
+        return tuple((b - a) * unit for a, b in pairwise(borders))
 
     def cut(self, axis: int, n: int, unit: int = 1) -> Placed:
         return Placed(True, SplitState.split(axis, self.shares(n, unit)))
@@ -456,8 +475,8 @@ def _conv_3d_direct(b: Builder) -> Sequence[Any]:
 
 
 def _im2col_back(b: Builder) -> Sequence[Any]:
-    kernel = b.of((3, 3, 2, 4), plain=True)
-    return kernel, b.of((18, 6, 4, 1), plain=True), [8, 6, 2, 1], 1, 1, 0, 0, 1, 1, True
+    gradient = b.of((18, 6, 4, 1), plain=True)
+    return gradient, b.of((3, 3, 2, 4), plain=True), [8, 6, 2, 1], 1, 1, 0, 0, 1, 1, True
 
 
 def _pool_2d_back(b: Builder) -> Sequence[Any]:
@@ -493,6 +512,11 @@ def _hc_post(b: Builder) -> Sequence[Any]:
     return x, residual, b.of((4, 3), plain=True), b.of((4, 4, 3), plain=True)
 
 
+def _roll(b: Builder) -> Sequence[Any]:
+    a = b.f32()
+    return a, *[b.choose(n) for n in a.ne]
+
+
 def _rel_pos(b: Builder) -> Sequence[Any]:
     return b.of((8, 5), (F16,), plain=True), 3, 3
 
@@ -515,9 +539,10 @@ MORE: dict[str, Recipe] = {
         "dsv4_hc_post": _hc_post,
         "get_rel_pos": _rel_pos,
         "win_unpart": _win_unpart,
+        "roll": _roll,
     }.items()
     if hasattr(capi, f"ggml_{name}")
 }
 
-FUNCTIONS = [*OPERATIONS, *MORE]
+FUNCTIONS = list({**OPERATIONS, **MORE})
 __all__ = ["FUNCTIONS", "PARTS", "Placed", "PlannedBuilder"]

@@ -275,8 +275,10 @@ def _check_reads(found: Mended) -> None:
         if state is None or not state.told.is_split:
             continue
         told = state.told
-        whole = told.axis + 2 if told.n_segments > 1 or told.nr[0] > 1 else MAX_DIMS
-        if told.axis == SplitAxis.AXIS_3 or any(n != 1 for n in node.ne[whole:]):
+        in_segments = told.n_segments > 1 or told.nr[0] > 1
+        whole = told.axis + 2 if in_segments else MAX_DIMS
+        last = SplitAxis.AXIS_1 if in_segments else SplitAxis.AXIS_2
+        if told.axis > last or any(n != 1 for n in node.ne[whole:]):
             why = "ggml cannot put the parts together of what is cut along this axis"
             raise Refusal(i, _refused(found.splits, i, why))
 

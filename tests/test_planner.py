@@ -1,0 +1,298 @@
+"""What a meta device makes of graphs: right, with copies where ggml needs them, or refused.
+
+tests/fuzz/test_planned.py compares random graphs with ggml; here is what it has found, and each
+kind of graph that ggml would let pass and get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from _release import PINNED, needs_meta
+
+from ggml_cffi import Context, Graph, SplitError, enums, ops
+from ggml_cffi.device import device
+from ggml_cffi.meta import MetaDevice, SplitState
+from ggml_cffi.meta._layout import chunks, folded, layout_of, repeated, reshaped, unpermuted
+from ggml_cffi.meta._rules import RULES
+
+pytestmark = needs_meta
+
+WHOLE = SplitState.mirrored()
+split, segments = SplitState.split, SplitState.segments
+
+
+class Case:
+    """A graph with weights that are cut over CPU devices, and its numbers on one of them."""
+
+    def __init__(self, n_devs: int = 2, **weights: tuple[Any, SplitState]) -> None:
+        self.states = {name: state for name, (_, state) in weights.items()}
+        self.arrays = {
+            name: self._array(shape, i) for i, (name, (shape, _)) in enumerate(weights.items())
+        }
+        self.meta = MetaDevice(["CPU"] * n_devs, lambda info, n: self.states[info.name], "raise")
+
+    @staticmethod
+    def _array(shape: Any, seed: int) -> np.ndarray:
+        if isinstance(shape, np.ndarray):
+            return shape
+        return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+    def graph(self, context: Context, target: Any, build: Callable[..., Any]) -> Graph:
+        tensors = {name: context.from_numpy(a, name) for name, a in self.arrays.items()}
+        context.allocate(target)
+        made = build(**tensors)
+        return Graph(list(made) if isinstance(made, tuple) else [made])
+
+    def computed(
+        self, target: Any, build: Callable[..., Any], **more: Any
+    ) -> tuple[np.ndarray, ...]:
+        with Context() as context:
+            graph = self.graph(context, target, build)
+            with graph.compile(target, n_threads=1, **more) as run:
+                first, second = (run.run() for _ in range(2))
+                for name, found in first.items():
+                    np.testing.assert_array_equal(found, second[name])
+                return tuple(first.values())
+
+    def check(self, build: Callable[..., Any]) -> None:
+        """The numbers are those of one device."""
+        wanted = self.computed(device("CPU"), build)
+        for found, right in zip(self.computed(self.meta, build), wanted, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
+
+    def refused(self, build: Callable[..., Any], words: str, **more: Any) -> None:
+        with Context() as context:
+            graph = self.graph(context, self.meta, build)
+            with pytest.raises(SplitError, match=words):
+                self.meta.plan(graph, **more)
+            with pytest.raises(SplitError, match=words):
+                graph.compile(self.meta, **more)
+
+    def mended(self, build: Callable[..., Any], words: str = "before they are added up") -> None:
+        """Right with copies, refused without."""
+        self.check(build)
+        self.refused(build, words, mend=False)
+
+
+# ---- the table
+
+
+#: Operations that ggml's meta backend has no rule for: it aborts over them.
+WITHOUT_A_RULE = {"NONE", "COUNT", "COL2IM_1D", "LIGHTNING_INDEXER"}
+
+
+@pytest.mark.skipif(not PINNED, reason="a newer ggml may have other operations")
+def test_every_operation_has_a_rule_or_is_known_to_have_none() -> None:
+    ops = {op.name.removeprefix("GGML_OP_") for op in enums.ggml_op}
+    assert set(RULES) == ops - WITHOUT_A_RULE
+
+
+# ---- layouts
+
+
+def test_the_order_in_which_segments_are_written() -> None:
+    state = segments(0, [[2, 1], [1, 0]], [2, 1])  # |0 0 1|0 0 1|0|
+    assert list(chunks(state)) == [(0, 0, 2), (1, 2, 1), (0, 3, 2), (1, 5, 1), (0, 6, 1)]
+    assert layout_of(state) == (((0, 2), (3, 5), (6, 7)), ((2, 3), (5, 6)))
+
+
+def test_a_repeated_layout_is_folded_again() -> None:
+    layout = layout_of(split(0, [3, 1]))
+    twice = repeated(layout, 4, 2)
+    assert twice == (((0, 3), (4, 7)), ((3, 4), (7, 8)))
+    assert folded(twice, 4, 2) == layout
+    assert folded(layout_of(split(0, [6, 2])), 4, 2) is None
+
+
+def test_reshapes_of_whole_rows_keep_their_layout_and_others_have_none() -> None:
+    layout = layout_of(split(0, [8, 4]))
+    assert reshaped(layout, 0, (12, 5, 1, 1), 1, (4, 3, 5, 1)) == (((0, 2),), ((2, 3),))
+    assert reshaped(layout, 0, (12, 5, 1, 1), 1, (3, 4, 5, 1)) is None
+
+
+def test_what_ggml_reads_of_permuted_elements_is_put_in_order() -> None:
+    held = layout_of(segments(0, [[2, 1], [1, 1]]))  # elements 0 1 3, and 2 4
+    order = unpermuted(split(0, [3, 2]), held)
+    assert order is not None
+    read = np.array([0, 1, 3, 2, 4])  # device by device
+    np.testing.assert_array_equal(read[order], np.arange(5))
+    assert unpermuted(split(0, [3, 2]), layout_of(split(0, [3, 2]))) is None
+
+
+# ---- graphs that ggml lets pass and gets wrong
+
+
+def row_parallel(**more: tuple[Any, SplitState]) -> Case:
+    return Case(w=((5, 8), split(0, [6, 2])), x=((3, 8), split(0, [6, 2])), **more)
+
+
+def test_a_row_parallel_product_that_is_read() -> None:
+    row_parallel().mended(lambda w, x: ops.mul_mat(w, x))
+
+
+def test_a_row_parallel_product_that_is_read_and_used() -> None:
+    def build(w: Any, x: Any) -> Any:
+        y = ops.mul_mat(w, x)
+        return y, ops.sqr(y)
+
+    row_parallel().mended(build)
+
+
+def test_a_sum_that_is_put_off_past_the_end() -> None:
+    row_parallel(s=((5,), WHOLE)).mended(lambda w, x, s: ops.mul(ops.mul_mat(w, x), s))
+
+
+def test_a_sum_that_is_put_off_past_another_use() -> None:
+    def build(w: Any, x: Any, s: Any) -> Any:
+        y = ops.mul_mat(w, x)
+        return ops.add(ops.sqr(ops.mul(y, s)), y)
+
+    row_parallel(s=((5,), WHOLE)).mended(build)
+
+
+def test_a_sum_that_is_made_at_once_needs_no_copy() -> None:
+    case = row_parallel()
+    with Context() as context:
+        graph = case.graph(context, case.meta, lambda w, x: ops.sqr(ops.mul_mat(w, x)))
+        plan = case.meta.plan(graph, mend=False)
+        assert [one.after for one in plan.all_reduces] == [one.tensor for one in plan.all_reduces]
+        assert not any(one.is_copy for one in plan.tensors)
+    case.check(lambda w, x: ops.sqr(ops.mul_mat(w, x)))
+
+
+def test_a_view_that_narrows_what_is_cut() -> None:
+    case = Case(w=((6, 8), split(0, [4, 4])))
+    case.refused(lambda w: ops.sqr(ops.view_2d(w, 4, 6, w.strides[0], 0)), "other elements")
+
+
+FUSED = {"x": ((3, 8), WHOLE), "w": ((12, 8), split(1, [8, 4]))}
+
+
+def test_gate_and_up_that_are_cut_as_one() -> None:
+    Case(**FUSED).refused(lambda x, w: ops.swiglu(ops.mul_mat(w, x)), "split it as segments")
+
+
+@pytest.mark.parametrize(
+    "state", [segments(1, [[4, 2]], [2]), segments(1, [[4, 2], [4, 2]])], ids=["nr", "segments"]
+)
+def test_gate_and_up_in_segments(state: SplitState) -> None:
+    case = Case(x=FUSED["x"], w=((12, 8), state), down=((5, 6), split(0, [4, 2])))
+    case.check(lambda x, w, down: ops.sqr(ops.mul_mat(down, ops.swiglu(ops.mul_mat(w, x)))))
+    case.check(lambda x, w, down: ops.swiglu(ops.mul_mat(w, x)))
+
+
+def test_segments_whose_devices_have_other_shares() -> None:
+    case = Case(x=FUSED["x"], w=((12, 8), segments(1, [[4, 2], [2, 4]])))
+    case.refused(lambda x, w: ops.swiglu(ops.mul_mat(w, x)), "split it as segments")
+
+
+@pytest.mark.parametrize("rows", [[[4, 2], [2, 4]], [[1, 2, 3], [2, 0, 1], [0, 0, 3]]], ids=str)
+def test_a_product_of_segments_is_read_in_order(rows: list[list[int]]) -> None:
+    n = sum(map(sum, rows))
+    case = Case(len(rows[0]), x=((3, 8), WHOLE), w=((n, 8), segments(1, rows)))
+    case.check(lambda x, w: ops.mul_mat(w, x))
+    case.check(lambda x, w: ops.sqr(ops.mul_mat(w, x)))
+
+
+def test_soft_max_along_the_cut() -> None:
+    Case(a=((3, 8), split(0, [6, 2]))).refused(lambda a: ops.soft_max(a), "along axis 0")
+
+
+def test_soft_max_of_rows_that_are_cut() -> None:
+    Case(a=((4, 8), split(1, [3, 1]))).check(lambda a: ops.soft_max(a))
+
+
+def test_a_repetition_along_the_cut_is_read_in_order() -> None:
+    Case(a=((3, 8), split(0, [6, 2]))).check(lambda a: ops.repeat_4d(a, 16, 3, 1, 1))
+
+
+def test_rope_along_the_cut_and_along_the_positions() -> None:
+    positions = np.arange(4, dtype=np.int32)
+    rope = lambda a, p: ops.rope(a, p, 8, 0)  # noqa: E731
+    for axis, words in (
+        (0, "pairs of elements along axis 0"),
+        (2, "positions are those of axis 2"),
+    ):
+        case = Case(a=((4, 2, 8), split(axis, [2, (8, 2, 4)[axis] - 2])), p=(positions, WHOLE))
+        case.refused(rope, words)
+    Case(a=((4, 2, 8), split(1, [1, 1])), p=(positions, WHOLE)).check(rope)
+
+
+def test_addends_that_go_through_an_operation() -> None:
+    case = Case(a=((3, 8), SplitState.partial()))
+    for build in (lambda a: ops.sqr(a), lambda a: ops.scale(ops.cont(a), 2.0)):
+        case.refused(build, "only a bias behind ADD_ID")
+
+
+def test_graphs_of_different_sizes() -> None:
+    """Each has a backend of its own, which ggml's meta backend makes no room in for others."""
+    case = Case(w=((8, 8), split(1, [6, 2])), v=((8, 8), split(0, [6, 2])), x=((3, 8), WHOLE))
+    with Context() as context:
+        tensors = {name: context.from_numpy(a, name) for name, a in case.arrays.items()}
+        context.allocate(case.meta)
+        runs, wanted = [], []
+        y, right = tensors["x"], case.arrays["x"].astype(np.float64)
+        for _ in range(3):
+            y = ops.mul_mat(tensors["v"], ops.mul_mat(tensors["w"], y))
+            right = right @ case.arrays["w"].T @ case.arrays["v"].T
+            runs.append(Graph(ops.cont(y)).compile(case.meta, n_threads=1))
+            wanted.append(right)
+        for i in (0, 2, 1, 0, 2):
+            np.testing.assert_allclose(runs[i](), wanted[i], rtol=1e-3, atol=1e-2)
+
+
+def test_writing_into_a_weight_in_host_memory() -> None:
+    rows = np.array([1, 0], np.int64)
+    case = Case(w=((4, 8), split(0, [6, 2])), v=((2, 8), split(0, [6, 2])), i=(rows, WHOLE))
+    for build in (
+        lambda w, v, i: ops.set_rows(w, v, i),
+        lambda w, v, i: ops.relu_inplace(w),
+        lambda w, v, i: ops.cpy(v, ops.view_2d(w, 8, 2, w.strides[0], 0)),
+    ):
+        case.refused(build, "rpc.LocalWorkers")
+
+
+# ---- what the random graphs have found
+
+
+def experts(bias: SplitState, shares: list[int]) -> Case:
+    ids = np.array([[0, 1], [2, 0], [1, 2]], np.int32)
+    return Case(
+        w=((3, 5, 8), split(0, shares)),
+        x=((3, 2, 8), split(0, shares)),
+        b=((3, 5), bias),
+        i=(ids, WHOLE),
+    )
+
+
+def add_bias(w: Any, x: Any, b: Any, i: Any) -> Any:
+    return ops.sqr(ops.add_id(ops.mul_mat_id(w, x, i), b, i))
+
+
+def test_a_bias_of_addends_behind_a_row_parallel_product() -> None:
+    experts(SplitState.partial(), [6, 2]).check(add_bias)
+    experts(WHOLE, [6, 2]).check(add_bias)
+
+
+def test_a_bias_of_addends_of_which_a_device_leaves_out_its_own() -> None:
+    experts(SplitState.partial(), [8, 0]).refused(add_bias, "leaves out its addend")
+    experts(WHOLE, [8, 0]).check(add_bias)
+
+
+def test_repeats_along_the_third_axis_are_not_read() -> None:
+    case = Case(a=((4, 1, 32, 32), split(1, [16, 16])))
+    case.refused(lambda a: ops.cont_3d(a, 2, 16, 128), "cannot put the parts together")
+
+
+def test_a_row_parallel_product_of_which_a_device_has_no_share() -> None:
+    case = Case(w=((5, 8), split(0, [8, 0])), x=((3, 8), split(0, [8, 0])), m=((3, 3), WHOLE))
+
+    def build(w: Any, x: Any, m: Any) -> Any:
+        nothing = ops.log(ops.scale(ops.sqr(m), -1.0))  # NaN in memory that may be used again
+        return nothing, ops.sqr(ops.mul_mat(w, x))
+
+    case.check(build)
