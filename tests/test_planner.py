@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from _release import PINNED, needs_meta
 
-from ggml_cffi import Context, Graph, SplitError, enums, ops
+from ggml_cffi import Context, Graph, SplitError, capi, enums, ffi, ops
 from ggml_cffi.device import device
 from ggml_cffi.meta import MetaDevice, SplitState
 from ggml_cffi.meta._layout import chunks, folded, layout_of, repeated, reshaped, unpermuted
 from ggml_cffi.meta._rules import RULES
+from ggml_cffi.tensor import Tensor
 
 pytestmark = needs_meta
 
@@ -296,3 +297,36 @@ def test_a_row_parallel_product_of_which_a_device_has_no_share() -> None:
         return nothing, ops.sqr(ops.mul_mat(w, x))
 
     case.check(build)
+
+
+def test_one_element_that_one_of_the_devices_has_is_not_read() -> None:
+    case = Case(a=((8, 4), split(0, [0, 4])))
+    narrow = lambda a: ops.view_2d(ops.scale(a, 2.0), 1, 8, a.strides[0], 12)  # noqa: E731
+    case.refused(narrow, "cannot put the parts together")
+
+
+def doubled(n: int) -> Callable[[Any], Any]:
+    """An operation of a function, with n operands or any number (0)."""
+    if not n:
+        return lambda a: ops.custom(lambda result, x: np.multiply(x, 2, out=result), a)
+
+    def call(result: Any, x: Any, *others: Any) -> None:
+        array(result)[...] = 2 * array(x)
+
+    def array(tensor: Any) -> np.ndarray:
+        count = capi.ggml_nelements(tensor)
+        return np.frombuffer(ffi.buffer(ffi.cast("float *", tensor.data), 4 * count), np.float32)
+
+    def build(a: Any) -> Tensor:
+        function = getattr(capi, f"ggml_map_custom{n}")
+        made = function(a.context._room(), *[a.handle] * n, lambda d, *s: call(d, *s[:n]), 1)
+        return Tensor(made, a.context)
+
+    return build
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_an_operation_of_a_function_takes_what_is_whole(n: int) -> None:
+    Case(a=((3, 8), WHOLE)).check(doubled(n))
+    case = Case(a=((3, 8), split(0, [6, 2])))
+    case.refused(doubled(n), "must be mirrored")

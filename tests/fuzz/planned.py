@@ -23,7 +23,7 @@ from planned_graphs import Placed, PlannedBuilder
 from programs import F16, F32, REFUSALS, Call, Leaf, execute
 from single import ARENA, Fault, Program
 
-from ggml_cffi import AbortError, Context, Graph, SplitError, capi
+from ggml_cffi import AbortError, Context, Graph, SplitError, capi, rpc
 from ggml_cffi.device import device
 from ggml_cffi.meta import MetaDevice
 from ggml_cffi.tensor import Tensor
@@ -185,6 +185,16 @@ class Example:
         return found
 
 
+_workers: list[rpc.LocalWorkers] = []
+
+
+def on_workers(made: Example) -> MetaDevice:
+    """The same devices, but in processes of their own."""
+    if not _workers:
+        _workers.append(rpc.LocalWorkers(2))
+    return MetaDevice([_workers[0][i % 2] for i in range(made.n_devs)], made.split, "raise")
+
+
 class Reference:
     """The numbers on one CPU, and how far they move with some noise in the leaves."""
 
@@ -226,14 +236,14 @@ def run(example: dict[str, Any], counts: Counter[str]) -> None:
         counts["nothing to compute"] += 1
         return
     try:
-        judge(made, counts, example.get("strict", True))
+        judge(made, counts, example["strict"], example["workers"])
     except Fault:
         raise
     except Exception as error:
         raise Fault(f"{type(error).__name__}: {error}\n{made.text()}") from error
 
 
-def judge(made: Example, counts: Counter[str], strict: bool) -> None:
+def judge(made: Example, counts: Counter[str], strict: bool, workers: bool) -> None:
     meta = MetaDevice(["CPU"] * made.n_devs, made.split, "raise")
     with made.made(meta) as here:
         ops = {capi.ggml_op_name(t.op) for t in here.graph._order()} - {"NONE"}
@@ -251,7 +261,9 @@ def judge(made: Example, counts: Counter[str], strict: bool) -> None:
     elif mended:
         counts["refused: it would be wrong"] += 1
         counts[f"refused {_op(mended)}"] += 1
-        if strict:
+        if workers and "rpc.LocalWorkers" in mended:
+            counts["accepted on workers alone"] += _check_on_workers(made, counts, ops)
+        elif strict:
             _try(made, meta, mended, counts)
     else:
         counts["accepted with copies" if refusal else "accepted as it is"] += 1
@@ -259,6 +271,19 @@ def judge(made: Example, counts: Counter[str], strict: bool) -> None:
             counts["accepted with something cut"] += 1
         counts.update(f"accepted {op}" for op in ops)
         _check_numbers(made, meta, not refusal, counts)
+        if workers:
+            counts["computed on workers, too"] += _check_on_workers(made, counts, ops)
+
+
+def _check_on_workers(made: Example, counts: Counter[str], ops: set[str]) -> bool:
+    """Whether it is accepted there; then it is right there."""
+    meta = on_workers(made)
+    with made.made(meta) as here:
+        if _plan(meta, here.graph, mend=True):
+            return False
+    counts.update(f"accepted {op}" for op in ops)
+    _check_numbers(made, meta, False, counts)
+    return True
 
 
 def _plan(meta: MetaDevice, graph: Graph, mend: bool) -> str:

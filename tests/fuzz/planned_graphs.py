@@ -202,7 +202,7 @@ class PlannedBuilder(Builder):
             return Guess(axes[first.axis], first.shares)
         if name in ("ggml_reshape_3d", "ggml_view_3d") and first.axis == 0:
             d = drawn.ne[0]
-            return None if any(n % d for n in first.shares) else Guess(1, _parts(first, d))
+            return None if not d or any(n % d for n in first.shares) else Guess(1, _parts(first, d))
         if name == "ggml_flash_attn_ext":
             return Guess(1, first.shares)
         if name in ("ggml_reshape_2d", "ggml_cont_2d") and first.axis == 1:

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 OFTEN = [*PARTS] * 24 + ["ggml_add", "ggml_mul", "ggml_rms_norm", "ggml_cont", "ggml_scale"] * 8
 
+WORKERS = hasattr(capi, "RPC_PROTO_MAJOR_VERSION")
+
 graphs = st.fixed_dictionaries(
     {
         "kind": st.just("planned"),
@@ -34,6 +36,8 @@ graphs = st.fixed_dictionaries(
         "dims": extents(),
         "seed": seeds,
         "more": st.sampled_from((0, 0, 0, 1, 3)),
+        "strict": st.just(True),
+        "workers": st.sampled_from((False, False, False, WORKERS)),
         "nodes": st.lists(
             st.tuples(
                 st.sampled_from([*OFTEN, *FUNCTIONS]),
@@ -91,6 +95,7 @@ def test_each_operation(runner: Runner, function: str) -> None:
                     "more": 0,
                     "nodes": [(name, draw.randbytes(32).hex()) for name in names],
                     "strict": False,
+                    "workers": False,
                 }
             )
             if i and runner.counts[f"{word} call {function}"] >= 2:

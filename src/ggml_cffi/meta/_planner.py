@@ -278,7 +278,8 @@ def _check_reads(found: Mended) -> None:
         in_segments = told.n_segments > 1 or told.nr[0] > 1
         whole = told.axis + 2 if in_segments else MAX_DIMS
         last = SplitAxis.AXIS_1 if in_segments else SplitAxis.AXIS_2
-        if told.axis > last or any(n != 1 for n in node.ne[whole:]):
+        single = node.ne[told.axis] <= (node.block_size if told.axis == 0 else 1)
+        if single or told.axis > last or any(n != 1 for n in node.ne[whole:]):
             why = "ggml cannot put the parts together of what is cut along this axis"
             raise Refusal(i, _refused(found.splits, i, why))
 
