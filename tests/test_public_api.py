@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import pkgutil
+import types
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ def signature(value: Any) -> str:
             return str(inspect.signature(value))
         except ValueError:  # an exception without a constructor of its own
             return "class"
+    if isinstance(value, types.UnionType):
+        return "UnionType"  # Python 3.14 calls it Union
     return type(value).__name__
 
 
