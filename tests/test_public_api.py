@@ -13,9 +13,9 @@ import inspect
 import json
 import os
 import pkgutil
-import types
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
