@@ -136,7 +136,9 @@ def _device() -> str:
     else:
         with _backends.target() as device:
             made_of = [device]
-    said = Counter(one.description.strip() for one in made_of)
+    # a worker describes itself by its address, whose port is another one each time
+    address = re.compile(r"^127\.0\.0\.1:\d+(#\d+)?$")
+    said = Counter(address.sub("a worker here", one.description.strip()) for one in made_of)
     return " + ".join(f"{count} x {text}" if count > 1 else text for text, count in said.items())
 
 
