@@ -1071,7 +1071,9 @@ def test_loading_all(module, tmp_path):
     outside = module(name="outside")  # not one of the names
     assert child(code, outside.parent).splitlines() == ["0 0", "0 0", "False"]
     shown = child(code, outside.parent, GGML_BACKEND_PATH=str(outside))
-    assert shown.splitlines() == ["1 1", "1 1", "True"]
+    # a build with loadable modules has looked there when it was imported
+    new = "1 1" if "ggml-cpu" in build_info.LIBRARIES else "0 0"
+    assert shown.splitlines() == [new, new, "True"]
 
 
 # ---- all of them

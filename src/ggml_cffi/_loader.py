@@ -123,12 +123,11 @@ def _check_module(module: Any) -> None:
     ours = ctypes.CDLL(_ours()).ggml_abort
     if found == ctypes.cast(ours, ctypes.c_void_p).value:
         return
-    base = Path(_ours()).name
-    base = Path(_ours())
+    own = Path(_ours())
     raise ModuleError(
-        f"it is linked to another ggml than this package, which has its own in {base}; build it "
+        f"it is linked to another ggml than this package, which has its own in {own}; build it "
         "with the same ggml, and link it to that file (patchelf --replace-needed libggml-base.so.0 "
-        f"{base.name} --set-rpath {base.parent})"
+        f"{own.name} --set-rpath {own.parent})"
     )
 
 
