@@ -15,7 +15,7 @@ from _release import PINNED, needs_meta
 
 from ggml_cffi import Context, Graph, SplitError, capi, enums, ffi, ops
 from ggml_cffi.device import device
-from ggml_cffi.meta import MetaDevice, SplitState
+from ggml_cffi.meta import MetaDevice, SplitState, policies
 from ggml_cffi.meta._layout import chunks, folded, layout_of, repeated, reshaped, unpermuted
 from ggml_cffi.meta._rules import RULES
 from ggml_cffi.tensor import Tensor
@@ -330,3 +330,17 @@ def test_an_operation_of_a_function_takes_what_is_whole(n: int) -> None:
     Case(a=((3, 8), WHOLE)).check(doubled(n))
     case = Case(a=((3, 8), split(0, [6, 2])))
     case.refused(doubled(n), "must be mirrored")
+
+
+def test_a_view_that_is_read_has_what_is_written_into_it_later() -> None:
+    """As on one device, where it is read after the run."""
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        made = ctx.input((2, 3), name="x") - 1
+        graph = Graph([ops.transpose(made), ops.relu_inplace(made)])
+        x = np.float32([[0, 1, 2], [3, 0, 5]])
+        expected = np.maximum(x - 1, 0)
+        for target in (device, "CPU"):
+            with graph.compile(target) as compiled:
+                turned, whole = compiled(x=x)
+            np.testing.assert_array_equal(whole, expected)
+            np.testing.assert_array_equal(turned, expected.T)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import capi
@@ -35,12 +35,12 @@ def put_in(
     context: types.ggml_context,
     copies: Sequence[types.ggml_tensor],
     places: Sequence[int],
-    barriers: Sequence[int],
+    barriers: Mapping[int, int],
 ) -> list[types.ggml_tensor]:
-    """Put copies (``ggml_cont``) of some tensors into a graph, to be used in their place.
+    """Put copies (``ggml_cont``) of some tensors into a graph, used in their place by what follows.
 
-    `places` says where each tensor comes to stand, `barriers` where the copies do: each behind the
-    one that it is of. Gives all in order of computation.
+    `places` says where each tensor comes to stand, `barriers` where the copies do, and where that
+    stands that each is of. Gives all in order of computation.
     """
     found: list[Any] = [None] * (len(copies) + len(barriers))
     for place, one in zip(places, copies, strict=True):
@@ -48,9 +48,10 @@ def put_in(
     instead: dict[int, Any] = {}
     for place, one in enumerate(found):
         if one is None:
-            found[place] = made = capi.ggml_cont(context, found[place - 1])
-            capi.ggml_set_name(made, capi.ggml_get_name(found[place - 1]))
-            instead[address(found[place - 1])] = made
+            original = found[barriers[place]]
+            found[place] = made = capi.ggml_cont(context, original)
+            capi.ggml_set_name(made, capi.ggml_get_name(original))
+            instead[address(original)] = made
             continue
         for i, operand in enumerate(one.src if instead else ()):
             if operand and address(operand) in instead:

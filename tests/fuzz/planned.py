@@ -20,7 +20,7 @@ import numpy as np
 import reference
 from memory import data
 from planned_graphs import Placed, PlannedBuilder
-from programs import F16, F32, REFUSALS, Call, Leaf, execute, writes
+from programs import F16, F32, REFUSALS, Call, Leaf, execute
 from single import ARENA, Fault, Program
 
 from ggml_cffi import AbortError, Context, Graph, SplitError, capi, rpc
@@ -70,16 +70,8 @@ class Example:
         if more and nodes:
             found = sorted({*found, nodes[more % len(nodes)]})
         kinds = reference.DTYPES
-        # a view of what is written into later has other numbers before than after: it is not read
-        written = {t.root for t in builder.tensors if writes(t.handle)}
         drawn = ((i, builder.tensors[i]) for i in found)
-        return [
-            i
-            for i, t in drawn
-            if t.type in kinds
-            and t.elements
-            and (writes(t.handle) or not t.handle.view_src or t.root not in written)
-        ]
+        return [i for i, t in drawn if t.type in kinds and t.elements]
 
     def text(self) -> str:
         lines = self.program.text()

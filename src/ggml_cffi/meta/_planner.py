@@ -165,8 +165,9 @@ class Mended:
     splits: Splits
     places: list[int]
     """Where each of the given tensors is now."""
-    barriers: list[int]
-    """Which tensors are such copies; each stands behind the one that it is a copy of."""
+    barriers: dict[int, int]
+    """Which tensors are such copies, and of which: those of sums stand right behind these and are
+    used in their place, those of views that are read stand at the end."""
     outputs: list[int]
     """What is read for each of the outputs."""
     reduces: dict[int, int]
@@ -189,7 +190,7 @@ def mended(
     Raises Refusal for what would go wrong: at the first such node in order of computation. Without
     `mend` what a copy would make right is refused as well.
     """
-    found = Mended(propagate(nodes, given, n_devs), list(range(len(nodes))), [], list(outputs), {})
+    found = Mended(propagate(nodes, given, n_devs), list(range(len(nodes))), {}, list(outputs), {})
     if in_place:
         _check_in_place(found.splits, in_place)
     needed = _needed(found)
@@ -295,22 +296,29 @@ def _check_in_place(splits: Splits, why: str) -> None:
 def _with_copies(found: Mended, given: dict[int, SplitState], needed: Collection[int]) -> Mended:
     nodes: list[Node] = []
     places: list[int] = []  # of what is there
-    reads: list[int] = []  # of what stands for it
-    barriers = []
+    instead: list[int] = []  # what is used in its place
+    barriers: dict[int, int] = {}
     for i, node in enumerate(found.splits.nodes):
         operands = tuple(
-            None if one is None else len(nodes) if one == i else reads[one] for one in node.operands
+            None if one is None else len(nodes) if one == i else instead[one]
+            for one in node.operands
         )
-        root = None if node.root is None else reads[node.root]
+        root = None if node.root is None else instead[node.root]
         places.append(len(nodes))
         nodes.append(replace(node, operands=operands, root=root))
-        if i in needed:
-            barriers.append(len(nodes))
+        if i in needed and node.root is None:
+            barriers[len(nodes)] = places[-1]
             nodes.append(_copy_of(node, places[-1]))
-        reads.append(len(nodes) - 1)
+        instead.append(len(nodes) - 1)
+    for i in dict.fromkeys(found.outputs):
+        if i in needed and found.splits.nodes[i].root is not None:
+            # at the end: what is written in place into a view's memory meanwhile is read as well
+            barriers[len(nodes)] = places[i]
+            instead[i] = len(nodes)
+            nodes.append(_copy_of(found.splits.nodes[i], places[i]))
     states = {places[i]: state for i, state in given.items()}
     splits = propagate(nodes, states, found.splits.n_devs)
-    return Mended(splits, places, barriers, [reads[i] for i in found.outputs], {})
+    return Mended(splits, places, barriers, [instead[i] for i in found.outputs], {})
 
 
 def _copy_of(node: Node, i: int) -> Node:
