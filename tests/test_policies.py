@@ -122,6 +122,7 @@ def test_a_llama_with_grouped_queries(path: Path) -> None:
     assert policy(q, 2) == SplitState.split(1, [128, 128])
     assert policy(k, 2) == SplitState.split(1, [64, 64])
     assert policy(weight("blk.0.attn_k.bias", 128), 2) == SplitState.split(0, [64, 64])
+    assert policy(weight("cache_k_l0", 128, 50), 2) == SplitState.split(0, [64, 64])
     assert policy(weight("blk.0.attn_output.weight", 256, 256), 2).axis == SplitAxis.AXIS_0
     assert policy(weight("blk.0.attn_output.bias", 256), 2) == MIRRORED
     assert policy(weight("blk.0.ffn_gate.weight", 256, 512), 2) == SplitState.split(1, [256, 256])
@@ -211,6 +212,7 @@ def test_names_of_hugging_face() -> None:
         policies.hugging_face({"num_attention_heads": 8}, [1, 1])
 
 
+@pytest.mark.slow
 @needs_meta
 def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
     """It has one KV head: attention is whole, the feed-forward parts are shared out."""

@@ -60,7 +60,9 @@ class Names:
     """The patterns of one naming scheme; ``(?P<layer>...)`` is in each but the last two."""
 
     columns: str
-    """Queries, keys and values, weights, biases and caches."""
+    """Queries, keys and values, weights and biases."""
+    cache: str
+    """What is kept of keys and values: a row for each token."""
     fused: str
     """Queries, keys and values in one."""
     output: str
@@ -76,7 +78,8 @@ class Names:
 
 
 _GGUF = Names(
-    columns=r"blk\.{n}\.attn_[qkv]\.(weight|bias)|cache_[kv]_l{n}( \(view\))?",
+    columns=r"blk\.{n}\.attn_[qkv]\.(weight|bias)",
+    cache=r"cache_[kv]_l{n}",
     fused=r"blk\.{n}\.attn_qkv\.(weight|bias)",
     output=r"blk\.{n}\.attn_output\.weight",
     up=r"blk\.{n}\.ffn_(up|gate)(_exps)?\.(weight|bias)",
@@ -87,6 +90,7 @@ _GGUF = Names(
 )
 _HUGGING_FACE = Names(
     columns=r"model\.layers\.{n}\.self_attn\.[qkv]_proj\.(weight|bias)",
+    cache=r"cache_[kv]_l{n}",
     fused=r"model\.layers\.{n}\.self_attn\.qkv_proj\.(weight|bias)",
     output=r"model\.layers\.{n}\.self_attn\.o_proj\.weight",
     up=(
@@ -124,7 +128,7 @@ def rules(
         attention, ffn = layer.attention(n), layer.feed_forward(n)
         if attention is None:
             why = Mirror(f"{layer.kv_heads} KV heads are too few for {n} devices")
-            for pattern in (names.columns, names.fused, names.output):
+            for pattern in (names.columns, names.cache, names.fused, names.output):
                 add(pattern, why)
         else:
             groups[f"attention {i}"] = attention
@@ -134,6 +138,7 @@ def rules(
                 layer.kv_heads * layer.value_length,
             )
             add(names.columns, Column(f"attention {i}"))
+            add(names.cache, Row(f"attention {i}"))
             add(names.fused, Fused(lengths, f"attention {i}"))
             add(names.output, Row(f"attention {i}"))
         if ffn is None:

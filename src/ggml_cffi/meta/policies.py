@@ -204,7 +204,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Row-parallel: the columns of the weight (axis 0) are shared out; the results are addends."""
+    """Row-parallel: the columns of the weight (axis 0) are shared out; the results are addends.
+
+    Also for a cache of keys or values, a row for each token, of which each device has its heads.
+    """
 
     group: str = ""
 

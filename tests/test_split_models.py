@@ -1,0 +1,195 @@
+"""Whole layers split by the policies for their names agree with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import _backends
+import numpy as np
+import pytest
+from _layers import experts, gemma, llama_attention
+from _models import transformer
+from _release import needs_meta
+
+from ggml_cffi import Context, GGUFFile, Graph, MetaDevice, SplitError
+from ggml_cffi.device import device
+from ggml_cffi.meta import SplitAxis, compare, policies
+
+pytestmark = needs_meta
+
+N_TOKENS = 32
+RATIOS = [(1, 1), (3, 1), (1, 1, 1), (2, 1, 3)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def causal(n: int, n_kv: int | None = None) -> Any:
+    return np.triu(np.full((n, n_kv or n), -np.inf, np.float32), 1)
+
+
+@pytest.fixture(params=["cpu", pytest.param("workers", marks=pytest.mark.rpc)])
+def children(request: pytest.FixtureRequest) -> Any:
+    """Gives so many devices: of this process, or of processes of their own."""
+    if request.param == "cpu":
+        return lambda n: [device("CPU")] * n
+    return lambda n: list(_backends.workers(n))
+
+
+# ---- a real model
+
+
+@pytest.fixture(scope="module")
+def model(gemma: Path) -> Iterator[GGUFFile]:
+    with GGUFFile(gemma) as file:
+        yield file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+def test_a_layer_of_gemma(model: GGUFFile, ratios: Sequence[float], children: Any) -> None:
+    policy = policies.gguf(model, ratios)
+    layer = "blk.3."
+    names = [name for name in model.tensors if name.startswith(layer)]
+    with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx:
+        loaded = model.load_into(ctx, split, names)
+        w = {name.removeprefix(layer).removesuffix(".weight"): t for name, t in loaded.items()}
+        graph = Graph(gemma(ctx, w, N_TOKENS))
+        plan = split.plan(graph)
+        assert plan[f"{layer}attn_q.weight"].split.axis == SplitAxis.MIRRORED
+        assert plan[f"{layer}ffn_up.weight"].split.axis == SplitAxis.AXIS_1
+        assert plan[f"{layer}ffn_down.weight"].split.axis == SplitAxis.AXIS_0
+        assert len(plan.all_reduces) == 1
+        given = {
+            "x": numbers(N_TOKENS, 640),
+            "positions": np.arange(N_TOKENS, dtype=np.int32),
+            "mask": causal(N_TOKENS),
+        }
+        found = compare(graph, split, inputs=given)
+        assert found.agrees, f"{found.first}\n{found}"
+        assert len(found.nodes) > 20
+        with graph.compile(split) as compiled, graph.compile(split) as again:
+            np.testing.assert_array_equal(compiled(**given), again(**given))
+
+
+# ---- made-up ones
+
+HEADS, KV_HEADS, LENGTH = 8, 4, 32
+WIDTH = HEADS * LENGTH
+
+
+def load(ctx: Context, target: Any, arrays: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Weights by their names without layer and suffix; norms and caches have types of their own."""
+    made = {}
+    for name, array in arrays.items():
+        plain = name.endswith("norm") or name.endswith("inp")
+        whole = name if name.startswith("cache") else f"blk.0.{name}.weight"
+        dtype = "f16" if name.startswith("cache") else "f32" if plain else kind
+        made[name] = ctx.from_numpy(array, name=whole, dtype=dtype)
+    ctx.allocate(target)
+    return made
+
+
+def attention_weights(n_cached: int = 0) -> dict[str, Any]:
+    kv = KV_HEADS * LENGTH
+    found = {
+        "attn_norm": numbers(WIDTH, seed=1),
+        "attn_q": numbers(WIDTH, WIDTH, seed=2) / 16,
+        "attn_k": numbers(kv, WIDTH, seed=3) / 16,
+        "attn_v": numbers(kv, WIDTH, seed=4) / 16,
+        "attn_output": numbers(WIDTH, WIDTH, seed=5) / 16,
+    }
+    if n_cached:
+        found["cache_k_l0"] = numbers(n_cached, kv, seed=6)
+        found["cache_v_l0"] = numbers(n_cached, kv, seed=7)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+def test_attention_split_by_heads(
+    tmp_path: Path, ratios: Sequence[float], kind: str, children: Any
+) -> None:
+    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, 512, kind) as file:
+        policy = policies.gguf(file, ratios)
+    with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx:
+        w = load(ctx, split, attention_weights(), kind)
+        graph = Graph(llama_attention(ctx, w, N_TOKENS, HEADS, KV_HEADS, LENGTH))
+        assert len(split.plan(graph).all_reduces) == 1
+        given = {"x": numbers(N_TOKENS, WIDTH), "mask": causal(N_TOKENS).astype(np.float16)}
+        found = compare(graph, split, inputs=given)
+        assert found.agrees, f"{found.first}\n{found}"
+
+
+@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+def test_a_cache_of_keys_and_values(
+    tmp_path: Path, ratios: Sequence[float], children: Any, request: pytest.FixtureRequest
+) -> None:
+    """Written by set_rows: refused over this process's memory, done over workers, twice."""
+    n_cached = 48
+    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, 512) as file:
+        policy = policies.gguf(file, ratios)
+    arrays = attention_weights(n_cached)
+    given = {
+        "x": numbers(N_TOKENS, WIDTH),
+        "positions": np.arange(8, 8 + N_TOKENS, dtype=np.int32),
+        "rows": np.arange(8, 8 + N_TOKENS, dtype=np.int64),
+        "mask": np.triu(np.full((N_TOKENS, n_cached), -np.inf, np.float16), 9),
+    }
+    with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx, Context() as other:
+        one, w = load(other, "CPU", arrays, "f32"), load(ctx, split, arrays, "f32")
+        whole = Graph(llama_attention(other, one, N_TOKENS, HEADS, KV_HEADS, LENGTH))
+        graph = Graph(llama_attention(ctx, w, N_TOKENS, HEADS, KV_HEADS, LENGTH))
+        if request.node.callspec.params["children"] == "cpu":
+            with pytest.raises(SplitError, match=r"SET_ROWS .* use rpc\.LocalWorkers"):
+                graph.compile(split)
+            return
+        with graph.compile(split) as compiled, whole.compile("CPU") as expected:
+            for shift in (0, 4):  # the cache keeps what the first run wrote
+                moved = {**given, "rows": given["rows"] + shift, "x": given["x"] + shift}
+                np.testing.assert_allclose(
+                    compiled(**moved), expected(**moved), rtol=1e-4, atol=1e-4
+                )
+        for name in ("cache_k_l0", "cache_v_l0"):
+            np.testing.assert_allclose(
+                w[name].numpy(copy=True).astype(np.float32),
+                one[name].numpy(copy=True).astype(np.float32),
+                rtol=2e-3,
+                atol=1e-3,
+            )
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+def test_a_mixture_of_experts(
+    tmp_path: Path, ratios: Sequence[float], kind: str, children: Any
+) -> None:
+    n_experts, hidden = 4, 512
+    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, hidden, kind, experts=4) as file:
+        policy = policies.gguf(file, ratios)
+    arrays = {
+        "ffn_norm": numbers(WIDTH, seed=1),
+        "ffn_gate_inp": numbers(n_experts, WIDTH, seed=2),
+        "ffn_up_exps": numbers(n_experts, hidden, WIDTH, seed=3) / 16,
+        "ffn_gate_exps": numbers(n_experts, hidden, WIDTH, seed=4) / 16,
+        "ffn_down_exps": numbers(n_experts, WIDTH, hidden, seed=5) / 16,
+    }
+    with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx:
+        w = load(ctx, split, arrays, kind)
+        graph = Graph(experts(ctx, w, N_TOKENS, 2))
+        plan = split.plan(graph)
+        assert len(plan.all_reduces) == 1
+        assert plan["blk.0.ffn_down_exps.weight"].split.axis == SplitAxis.AXIS_0
+        found = compare(graph, split, inputs={"x": numbers(N_TOKENS, WIDTH)})
+        assert found.agrees, f"{found.first}\n{found}"
+        with graph.compile(split) as compiled, Context() as other:
+            same = Graph(experts(other, load(other, "CPU", arrays, kind), N_TOKENS, 2))
+            with same.compile("CPU") as expected:
+                x = numbers(N_TOKENS, WIDTH, seed=9)
+                wanted = expected(x=x)
+                np.testing.assert_allclose(
+                    compiled(x=x), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
+                )
