@@ -67,6 +67,9 @@ KIND = KINDS[NAME]
 IS_META = bool(KIND.children)
 #: Whether a meta device's children compute in this process's memory, and abort in it.
 ON_HOST = IS_META is False or set(KIND.children) == {"CPU"}
+#: The names of the devices that tests of meta devices spread tensors over.
+CHILDREN = set(KIND.children) or {"CPU"}
+ON_GPU = bool(CHILDREN & {"Vulkan", "CUDA"})
 #: How many devices the tests of meta devices spread tensors over.
 COUNTS = (len(KIND.children),) if IS_META else (2, 3)
 
