@@ -6,6 +6,7 @@ kind of graph that ggml would let pass and get wrong.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -344,3 +345,90 @@ def test_a_view_that_is_read_has_what_is_written_into_it_later() -> None:
                 turned, whole = compiled(x=x)
             np.testing.assert_array_equal(whole, expected)
             np.testing.assert_array_equal(turned, expected.T)
+
+
+def test_graphs_with_views_that_are_compiled_and_never_run() -> None:
+    """ggml's pool for views is full after 1,024 of them; others that are compiled stay right."""
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        w = ctx.from_numpy(np.arange(12, dtype=np.float32).reshape(2, 6), name="w")
+        ctx.allocate(device)
+        x = ctx.input((3, 6), name="x")
+        first, second = Graph(x * w[0]), Graph(x + w[1])
+        ones = np.ones((3, 6), np.float32)
+        with first.compile(device) as kept:
+            for _ in range(1100):
+                second.compile(device).close()
+            np.testing.assert_array_equal(kept(x=ones), ones * np.arange(6))
+            with second.compile(device) as last:
+                np.testing.assert_array_equal(last(x=ones), ones + np.arange(6, 12))
+            np.testing.assert_array_equal(kept(x=ones), ones * np.arange(6))
+
+
+def test_graphs_with_views_of_weights_are_run_in_any_order() -> None:
+    """Item 8: what ggml knows of the views of one is lost when another is allocated and run."""
+    rng = np.random.default_rng(0)
+    rules = policies.Rules([policies.Rule("w", policies.Column())], [1, 1])
+    w, b = rng.standard_normal((8, 6), np.float32), rng.standard_normal((4, 6), np.float32)
+    expected = [
+        lambda x: (x * b[1]) @ w.T,
+        lambda x: (x + b[2]) @ w.T,
+        lambda x: (x - b[0] * b[3]) @ w.T,
+    ]
+    with MetaDevice(["CPU", "CPU"], rules) as device, Context() as ctx:
+        weight, bias = ctx.from_numpy(w, name="w"), ctx.from_numpy(b, name="b")
+        ctx.allocate(device)
+        x = ctx.input((3, 6), name="x")
+        results = [x * bias[1], x + bias[2], x - bias[0] * bias[3]]
+        graphs = [Graph(one @ weight.T) for one in results]
+        made = [graph.compile(device) for graph in graphs]
+        for _ in range(60):
+            i = int(rng.integers(3))
+            if rng.random() < 0.3:
+                made[i].close()
+                made[i] = graphs[i].compile(device)
+            given = rng.standard_normal((3, 6), np.float32)
+            np.testing.assert_allclose(made[i](x=given), expected[i](given), atol=1e-4)
+
+
+def test_threads_take_turns_on_a_meta_device() -> None:
+    w = np.arange(24, dtype=np.float32).reshape(4, 6)
+    wrong: list[object] = []
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        weight = ctx.from_numpy(w, name="w")
+        ctx.allocate(device)
+        x = ctx.input((3, 6), name="x")
+        graphs = [Graph(x + weight[i]) for i in range(4)]
+
+        def work(i: int) -> None:
+            try:
+                with graphs[i].compile(device, n_threads=1) as made:
+                    for k in range(100):
+                        given = np.full((3, 6), k, np.float32)
+                        np.testing.assert_array_equal(made(x=given), given + w[i])
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert wrong == []
+
+
+def test_a_run_within_a_run_on_a_meta_device_is_refused() -> None:
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        x = ctx.input((2, 3), name="x")
+        inner = Graph(x * 2).compile(device)
+
+        def nested(out: Any, a: Any) -> None:
+            out[...] = inner(x=a)
+
+        outer = Graph(ops.custom(nested, x, n_tasks=1)).compile(device, n_threads=1)
+        given = np.ones((2, 3), np.float32)
+        with pytest.raises(ValueError, match="is computing what this is called by"):
+            outer(x=given)
+        np.testing.assert_array_equal(inner(x=given), given * 2)
+        with Graph(x * 3).compile("CPU") as elsewhere:
+            inner = elsewhere
+            np.testing.assert_array_equal(outer(x=given), given * 3)

@@ -8,13 +8,14 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from . import capi
 from ._handles import Owned, in_use, raw
 from ._loader import lib
 from ._runtime import invoke
 from .capi import types
-from .device import Device
+from .device import Device, Shared
 
 __all__ = ["Backend", "child_backends", "set_n_threads", "usable_cores"]
 
@@ -71,27 +72,34 @@ thread: _Thread = _Thread()
 class Turn:
     """A with block in which nobody else computes on some backends; each waits for its turn.
 
-    All threads take them in the same order. Raises ValueError, at once, within an operation that
-    one of them computes: its thread may be another one than that which has the turn.
+    All graphs of a meta device take turns: ggml keeps what it knows of their views with the
+    weights. All threads take backends and devices in the same order. Raises ValueError, at once,
+    within an operation that one of them computes: its thread may be another one than that which
+    has the turn.
     """
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         self._backends = sorted(set(backends), key=id)
+        shared = {one.device._shared for one in self._backends} - {None}
+        self._shared: list[Any] = sorted(shared, key=id)
 
     def __enter__(self) -> None:
-        if thread.kernels and any(in_use(one.handle) for one in self._backends):
+        in_kernel = thread.kernels and any(in_use(one.handle) for one in self._backends)
+        if in_kernel or any(one.is_within(thread.kernels) for one in self._shared):
             raise ValueError("the backend is computing what this is called by")
-        taken = []
+        taken: list[threading.RLock | Shared] = []
         try:
-            for one in self._backends:
-                one._lock.acquire()
-                taken.append(one)
+            for lock in (*(one._lock for one in self._backends), *self._shared):
+                lock.acquire()
+                taken.append(lock)
         except BaseException:
-            for one in reversed(taken):
-                one._lock.release()
+            for lock in reversed(taken):
+                lock.release()
             raise
 
     def __exit__(self, *_: object) -> None:
+        for shared in reversed(self._shared):
+            shared.release()
         for one in reversed(self._backends):
             one._lock.release()
 

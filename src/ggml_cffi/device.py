@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +29,41 @@ class Memory(NamedTuple):
     total: int
 
 
+class Shared:
+    """The turn to compute on a device whose graphs share what ggml knows of them.
+
+    `turns` counts those that are over: who had the last one finds all as it was left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self.turns: int = 0
+
+    def is_within(self, kernels: int) -> bool:
+        """Whether this is called by what the device computes: an operation, or this thread's."""
+        return self._lock.locked() and (bool(kernels) or self._owner == threading.get_ident())
+
+    def acquire(self) -> None:
+        """Wait for the turn."""
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def release(self) -> None:
+        """End it."""
+        self.turns += 1
+        self._owner = 0
+        self._lock.release()
+
+
 class Device(Borrowed[types.ggml_backend_device]):
     """A device, real or meta. Two are equal if they stand for the same one of ggml's.
 
     Takes the pointer that `capi.ggml_backend_dev_get` and its like return; `devices()` and
     `device(name)` find those of this machine. Raises TypeError and ValueError for no such pointer.
     """
+
+    _shared: Shared | None = None
 
     def __init__(self, handle: types.ggml_backend_device) -> None:
         super().__init__(raw(handle, DEVICE, "Device: handle"))

@@ -24,7 +24,7 @@ from .context import reachable
 from .device import Device
 from .enums import ggml_op
 from .errors import AbortError
-from .meta import MetaDevice
+from .meta import MetaDevice, _room
 from .scheduler import OnScheduler, Scheduler, as_target
 from .tensor import Tensor, check_numbers, check_readable, is_without_memory
 
@@ -106,6 +106,14 @@ class Graph:
         ValueError also for weights in memory such as CPU_REPACK that are anything but the first
         operand of a product.
         """
+        where = target.device if isinstance(target, Backend) else target
+        try:
+            return Compiled(self, target, n_threads, keep, assign, mend)
+        except AbortError as error:
+            if not isinstance(where, MetaDevice) or not _room.is_full(error):
+                raise
+        with self._open():
+            _room.make(where, (t for t in self._order() if t.buffer and not t.view_src))
         return Compiled(self, target, n_threads, keep, assign, mend)
 
     def to_dot(self) -> str:
@@ -188,14 +196,8 @@ class _OnBackend:
         if self.done:
             return False
         assert self.allocator is not None
-        try:
-            with raises_memory_error():
-                capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
-        except AbortError as error:  # a meta device's: it says no word of what it cannot cut
-            told = naming_the_node(error, compiled._tensors)
-            if told is error:
-                raise
-            raise told from error.__cause__
+        with raises_memory_error():
+            capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
         self.done = True
         return True
 
@@ -212,6 +214,48 @@ class _OnBackend:
         finally:
             if self.own:
                 self.backend.close()
+
+
+class _OnMeta(_OnBackend):
+    """The same on a meta device.
+
+    What ggml knows of views of weights lies with the weights, and is lost when other graphs are
+    allocated and computed: so it is told anew whenever another graph has had its turn.
+    """
+
+    def __init__(self, backend: Backend, device: MetaDevice) -> None:
+        super().__init__(backend, own=True)
+        self.device = device
+        self.turns = 0  # that had been when it was left
+
+    def allocate(self, compiled: Compiled) -> bool:
+        shared = self.device._shared
+        assert shared is not None
+        others, self.turns = self.turns != shared.turns, shared.turns + 1
+        if self.done:
+            if others and compiled._views:
+                self._tell(compiled)
+            return False
+        try:
+            return super().allocate(compiled)
+        except AbortError as error:  # it says no word of what ggml cannot cut
+            told = naming_the_node(error, compiled._tensors)
+            if told is error:
+                raise
+            raise told from error.__cause__
+
+    def _tell(self, compiled: Compiled) -> None:
+        weights = {address(one) for one in compiled._weights}
+        results = [t for t in compiled._tensors if t.buffer and address(t) not in weights]
+        try:
+            for one in results:
+                capi.ggml_backend_buffer_init_tensor(one.buffer, one)
+        except AbortError as error:
+            if not _room.is_full(error):
+                raise
+            _room.make(self.device, compiled._weights)
+            for one in results:
+                capi.ggml_backend_buffer_init_tensor(one.buffer, one)
 
 
 class _OfNothing:
@@ -290,7 +334,10 @@ class Compiled(Owned[_Store]):
         self._written: set[str] = set()
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
-        self._zeroed: list[types.ggml_tensor] = []  # before each run
+        # on a meta device: what is there already, whether any is viewed, what is zero before a run
+        self._weights: list[types.ggml_tensor] = []
+        self._views = False
+        self._zeroed: list[types.ggml_tensor] = []
         self._orders: dict[str, Any] = {}  # of outputs that a meta device has in another order
         with self._lock:  # who closes what it needs finds it in use, from here on
             super().__init__(store, _Store.free, needed)
@@ -324,7 +371,11 @@ class Compiled(Owned[_Store]):
             store.memory = _OnBackend(target, own=False)
         else:
             assert isinstance(where, Device)
-            store.memory = _OnBackend(Backend(where, n_threads), own=True)
+            backend = Backend(where, n_threads)
+            if isinstance(where, MetaDevice):
+                store.memory = _OnMeta(backend, where)
+            else:
+                store.memory = _OnBackend(backend, own=True)
         self._memory = store.memory
         with self._memory.turn:
             self._allocate()
@@ -372,6 +423,9 @@ class Compiled(Owned[_Store]):
         for (name, one), i in zip(tuple(self._outputs.items()), found.outputs, strict=True):
             self._outputs[name] = self._home(tensors[i], one.ndim)
             self._orders[name] = plan.reading_order(found, i, one.ndim)
+        self._weights = [one for one in order if one.buffer and not one.view_src]
+        roots = {address(one.view_src) for one in tensors if one.view_src}
+        self._views = any(address(one) in roots for one in self._weights)
         self._zeroed = [tensors[i] for i in _planner.not_computed(found)]
         for handle in tensors if self._zeroed else ():
             capi.ggml_set_output(handle)  # no other tensor uses its memory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .._handles import Closing
 from ..capi import types
-from ..device import Device, device
+from ..device import Device, Shared, device
 from ._create import create
 from ._latch import SplitCallable
 
@@ -49,6 +49,7 @@ class MetaDevice(Device, Closing):
         handle, self._function = create(found, split_fn, on_error)
         self._devices = tuple(item if isinstance(item, Device) else Device(item) for item in found)
         super().__init__(handle)
+        self._shared = Shared()
         # nobody can use it any more: its devices' backends may be unloaded
         weakref.finalize(self, self._function.when_closed).atexit = False
 
