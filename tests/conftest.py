@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ sys.path.insert(0, str(ROOT))  # codegen is no installed package
 
 CI = os.environ.get("GGML_CFFI_CI") == "1"
 BACKEND = os.environ.get("GGML_CFFI_TEST_BACKEND") or ""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has begun this in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -168,24 +168,10 @@ def devices() -> list[Device]:
 def listed(kind: str) -> list[Any]:
     """The pointers of all devices ("device") or backends ("reg"), as they are at one moment."""
     ask = "ggml_cffi_devices" if kind == "device" else "ggml_cffi_backends"
-    room, count = 0, 16
-    while count > room:  # some may be loaded meanwhile
-        room = count
+    room = 16
+    while True:
         found = ffi.new(f"struct ggml_backend_{kind} *[]", room)
         count = helper(ask, found, room)
-    return [found[i] for i in range(count)]
-
-
-def device(name: str) -> Device:
-    """The device of this name, in upper or lower case.
-
-    Raises TypeError for what is no str and ValueError, with the names there are, for no device.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r} ({type(name).__name__}), expected a str")
-    found = devices()
-    for candidate in found:
-        if candidate.name.lower() == name.lower():
-            return candidate
-    names = ", ".join(candidate.name for candidate in found) or "none"
-    raise ValueError(f"there is no device {name!r}; the devices are: {names}")
+        if count <= room:
+            return [found[i] for i in range(count)]
+        room = count  # some have been loaded meanwhile
