@@ -175,3 +175,18 @@ def listed(kind: str) -> list[Any]:
         if count <= room:
             return [found[i] for i in range(count)]
         room = count  # some have been loaded meanwhile
+
+
+def device(name: str) -> Device:
+    """The device of this name, in upper or lower case.
+
+    Raises TypeError for what is no str and ValueError, with the names there are, for no device.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r} ({type(name).__name__}), expected a str")
+    found = devices()
+    for candidate in found:
+        if candidate.name.lower() == name.lower():
+            return candidate
+    names = ", ".join(candidate.name for candidate in found) or "none"
+    raise ValueError(f"there is no device {name!r}; the devices are: {names}")
