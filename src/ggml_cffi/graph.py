@@ -99,10 +99,12 @@ class Graph:
 
         On a `Backend` it runs there, else on one of its own, with `n_threads` (all usable cores by
         default). `keep` names inputs that keep their numbers from one run to the next. `assign`
-        says for results which of a scheduler's backends computes them.
+        says for results which of a scheduler's backends computes them. `mend` says whether copies
+        are put in where a meta device would be wrong without (`MetaDevice.plan`).
 
-        Raises ValueError where two inputs have the same name or one has none, MemoryError where the
-        device has too little memory, and what `capi` raises for operations it cannot compute;
+        Raises SplitError, with the operation and the reason, for what a meta device cannot split
+        rightly, ValueError where two inputs have the same name or one has none, MemoryError where
+        the device has too little memory, and what `capi` raises for operations it cannot compute;
         ValueError also for weights in memory such as CPU_REPACK that are anything but the first
         operand of a product.
         """
