@@ -268,7 +268,7 @@ class Fused:
 
 
 Shares: TypeAlias = Callable[[str, int], "tuple[int, ...]"]
-Cut: TypeAlias = "Column | Row | Mirror | Partial | Fused"
+Cut: TypeAlias = Column | Row | Mirror | Partial | Fused
 
 
 def _rows_of(info: TensorInfo) -> int:
