@@ -347,6 +347,7 @@ def test_a_view_that_is_read_has_what_is_written_into_it_later() -> None:
             np.testing.assert_array_equal(turned, expected.T)
 
 
+@pytest.mark.own_memory  # 1,100 times 1.5 GB of addresses, all of which a sanitizer marks
 def test_graphs_with_views_that_are_compiled_and_never_run() -> None:
     """ggml's pool for views is full after 1,024 of them; others that are compiled stay right."""
     with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
