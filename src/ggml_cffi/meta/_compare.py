@@ -16,11 +16,12 @@ from .._loader import ffi
 from ..capi import types
 from ..device import Device
 from ..device import device as find_device
-from ..enums import ggml_op, ggml_type
+from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
 from ._planner import VIEWS
 from ._split import SplitState
+from .plan import op_name
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -129,7 +130,7 @@ def _of(names: Iterable[str], given: Mapping[str, npt.ArrayLike]) -> dict[str, n
 
 
 def _is_result(tensor: types.ggml_tensor) -> bool:
-    op = ggml_op(tensor.op).name.removeprefix("GGML_OP_")
+    op = op_name(tensor)
     return op != "NONE" and op not in VIEWS and not capi.ggml_is_empty(tensor)
 
 
@@ -180,7 +181,7 @@ def _random(
     count = np.arange(tensor.size).reshape(tensor.shape)
     limit = 1
     for user in order:
-        op = ggml_op(user.op).name.removeprefix("GGML_OP_")
+        op = op_name(user)
         sources = [address(one) if one else 0 for one in user.src]
         if tensor._address not in sources:
             continue
@@ -211,5 +212,4 @@ def _difference(
     absolute = float(apart.max(initial=0.0))
     relative = absolute / largest if largest else (0.0 if absolute == 0 else np.nan)
     tolerance = 0.0 if exact else TOLERANCES.get(short, _QUANTIZED)
-    op = ggml_op(tensor.op).name.removeprefix("GGML_OP_")
-    return Difference(name, op, split.shape, absolute, float(relative), tolerance)
+    return Difference(name, op_name(tensor), split.shape, absolute, float(relative), tolerance)

@@ -238,7 +238,7 @@ def node_of(tensor: types.ggml_tensor, numbers: dict[int, int]) -> Node:
         operands.pop()
     return Node(
         name=capi.ggml_get_name(tensor),
-        op=ggml_op(tensor.op).name.removeprefix("GGML_OP_"),
+        op=op_name(tensor),
         type=int(kind),
         block_size=capi.ggml_blck_size(kind),
         type_size=capi.ggml_type_size(kind),
@@ -249,6 +249,11 @@ def node_of(tensor: types.ggml_tensor, numbers: dict[int, int]) -> Node:
         root=numbers[address(tensor.view_src)] if tensor.view_src else None,
         offset=tensor.view_offs,
     )
+
+
+def op_name(tensor: types.ggml_tensor) -> str:
+    """The operation that makes a tensor, as the table has it."""
+    return ggml_op(tensor.op).name.removeprefix("GGML_OP_")
 
 
 def copies_of_sum(n_devices: int) -> int:
