@@ -19,6 +19,7 @@ import numpy as np
 
 from ggml_cffi import Context, Device, MetaDevice, capi, device, rpc
 from ggml_cffi.backend import usable_cores
+from ggml_cffi.meta.plan import copies_of_sum as n_copies
 
 from . import common, hosts
 from .common import Ratio, Rounds
@@ -39,17 +40,8 @@ class Link:
         return nbytes * 8 / self.rate
 
 
-def n_copies(n: int) -> int:
-    """How many copies of the whole result an all-reduce of `n` devices makes.
-
-    It is a butterfly over the largest power of two; what is left over goes before and after.
-    """
-    whole = 1 << (n.bit_length() - 1)
-    return 2 * (n - whole) + whole * (whole.bit_length() - 1)
-
-
 def n_waits(n: int) -> int:
-    """How many of these copies' ways out are waited for.
+    """How many of the ways out of an all-reduce's copies are waited for.
 
     A copy comes in from one worker and goes out to another one, while the next comes in: but for
     the last of each step, whose sum is wanted. Of two workers the second one's copy can be asked

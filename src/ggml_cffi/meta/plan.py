@@ -257,7 +257,10 @@ def op_name(tensor: types.ggml_tensor) -> str:
 
 
 def copies_of_sum(n_devices: int) -> int:
-    """How many copies of a whole tensor an all-reduce makes between devices, by ggml's routine."""
+    """How many copies of a whole tensor an all-reduce makes between devices, by ggml's routine.
+
+    It is a butterfly over the largest power of two; what is left over goes before and after.
+    """
     m = 1 << (n_devices.bit_length() - 1)
     return 2 * (n_devices - m) + m * (m.bit_length() - 1)
 
