@@ -48,7 +48,7 @@ Results = dict[str, dict[str, Any]]
 def measured(*names: str) -> Results:
     """What each of these cycles, or of all, leaves in a process of their own.
 
-    Where Python's memory has its bounds checked, it has not there: what that adds is no cost of ours.
+    Python's memory has no checked bounds there: what they add is no cost of ours.
     """
     environ = dict(os.environ)
     if "debug" in environ.get("PYTHONMALLOC", ""):
