@@ -466,9 +466,12 @@ def release(session: nox.Session, name: str) -> Path:
 
 @nox.session(python=MAIN)
 def fuzz(session: nox.Session) -> None:
-    """Five thousand random graphs and calls, or GGML_CFFI_FUZZ of them, and what they come to."""
-    install(session, "test")
-    environ = {"GGML_CFFI_FUZZ": os.environ.get("GGML_CFFI_FUZZ", "5000")}
+    """Five thousand random graphs and calls, and twice as many that are planned for meta devices.
+
+    Or GGML_CFFI_FUZZ of them, and twice as many. Prints what they come to.
+    """
+    environ = install_for(session, "cpu" if unbuildable(BACKENDS["rpc"]) else "rpc")
+    environ["GGML_CFFI_FUZZ"] = os.environ.get("GGML_CFFI_FUZZ", "5000")
     pytest(session, "tests/fuzz", "-s", **environ)
 
 

@@ -30,13 +30,14 @@ from ggml_cffi import (
     NotSupportedError,
     Scheduler,
     SplitState,
+    _progress,
     device,
     diagnostics,
     ops,
     quants,
 )
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
-from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _progress
+from ggml_cffi.training import SGD, AdamW, Dataset, Trainer
 
 X, CLASSES = data()
 LOSSES = ("cross_entropy", "mean_squared_error", "mean", "sum")

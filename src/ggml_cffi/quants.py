@@ -19,15 +19,13 @@ import numpy.typing as npt
 
 from . import _runtime, capi
 from ._loader import ffi, lib
+from ._progress import Progress, Tell, telling
 from .backend import usable_cores
 from .dtypes import element_type, type_name
 from .enums import ggml_type
 from .errors import NotSupportedError
 
 __all__ = ["dequantize", "quantize"]
-
-Progress = Callable[[int, int], object]
-"""Told the rows that are done and how many there are."""
 
 _CHUNK = 1 << 18
 """Numbers that a thread converts at a time: long enough for C, short enough to share out."""
@@ -38,7 +36,7 @@ def quantize(
     type: ggml_type | str | int,
     imatrix: npt.ArrayLike | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
 ) -> npt.NDArray[np.uint8]:
     """Quantise the rows of `array` to `type`; gives the bytes, shape ``(..., bytes of a row)``.
 
@@ -46,7 +44,9 @@ def quantize(
     a multiple of the type's block size. `imatrix` says how much each number of a row matters: of
     shape ``(n,)`` for all rows, or one that broadcasts to ``array.shape[:-2] + (n,)``, a row for
     each matrix. `threads`: all usable cores by default. `progress(done, total)` is called on the
-    calling thread, in rows; what it raises ends the work.
+    calling thread, in rows; what it raises ends the work. Without it a bar on stderr shows that
+    with tqdm if it is installed, stderr is a terminal and it takes over a second; False: never,
+    True: also where it is no terminal.
 
     The bytes are those of ``ggml_quantize_chunk``; for q8_1 and q8_K, which that does not know,
     those of ggml's reference and of its CPU backend. Weights are of no use to some types.
@@ -78,7 +78,7 @@ def dequantize(
     data: npt.ArrayLike,
     type: ggml_type | str | int,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
 ) -> npt.NDArray[np.float32]:
     """Convert rows of `type` back to numbers; gives float32 of shape ``(..., n)``.
 
@@ -235,7 +235,7 @@ def _share_out(
     chunks: list[tuple[int, int]],
     total: int,
     threads: int | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Do `work` on all chunks; the first exception ends it."""
     count = usable_cores() if threads is None else operator.index(threads)
@@ -263,27 +263,27 @@ def _share_out(
             errors.append(error)
             todo.clear()
 
-    def tell() -> None:
+    def account(tell: Tell) -> None:
         nonlocal done
         while finished:
             done += finished.popleft()
-            if progress:
-                progress(done, total)
+            tell(done, total)
 
     # The calling thread works as well: one that only waited would be woken for every chunk, and
     # take a core and the GIL from those that work.
     helpers = [threading.Thread(target=help_out) for _ in range(min(count, len(chunks)) - 1)]
     begun: list[threading.Thread] = []
-    try:
-        for helper in helpers:
-            helper.start()
-            begun.append(helper)
-        while convert():
-            tell()
-    finally:
-        todo.clear()  # nothing is left, or an exception is on its way
-        for helper in begun:
-            helper.join()
-    if errors:
-        raise errors[0]
-    tell()
+    with telling(total, progress, "row") as tell:
+        try:
+            for helper in helpers:
+                helper.start()
+                begun.append(helper)
+            while convert():
+                account(tell)
+        finally:
+            todo.clear()  # nothing is left, or an exception is on its way
+            for helper in begun:
+                helper.join()
+        if errors:
+            raise errors[0]
+        account(tell)

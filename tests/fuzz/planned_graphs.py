@@ -525,6 +525,17 @@ def _win_unpart(b: Builder) -> Sequence[Any]:
     return b.of((8, 2, 2, 4), plain=True), 4, 4, 2
 
 
+def _adamw(b: Builder) -> Sequence[Any]:
+    a = b.made("ggml_cont", b.filled())
+    m, v = (b.made("ggml_sqr", b.of(a.ne, plain=True)) for _ in range(2))
+    return a, b.of(a.ne, plain=True), m, v, b.leaf(F32, (7,))
+
+
+def _sgd(b: Builder) -> Sequence[Any]:
+    a = b.made("ggml_cont", b.filled())
+    return a, b.of(a.ne, plain=True), b.leaf(F32, (2,))
+
+
 MORE: dict[str, Recipe] = {
     f"ggml_{name}": recipe
     for name, recipe in {
@@ -538,6 +549,8 @@ MORE: dict[str, Recipe] = {
         "dsv4_hc_pre": _hc_pre,
         "dsv4_hc_post": _hc_post,
         "get_rel_pos": _rel_pos,
+        "opt_step_adamw": _adamw,
+        "opt_step_sgd": _sgd,
         "win_unpart": _win_unpart,
         "roll": _roll,
     }.items()

@@ -33,6 +33,8 @@ REFUSALS = (
     MemoryError,
     IndexError,
 )
+#: Steps of an optimiser, which take parameters alone, and write into them.
+STEPS = ("ggml_opt_step_adamw", "ggml_opt_step_sgd")
 #: Arguments that are seldom right.
 INTEGERS = (0, 1, -1, 2, 3, 7, 33, 2**31 - 1, -(2**31), 2**31, 2**40, 2**63 - 1, -(2**63), 2**64)
 NUMBERS = (0.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e38, 1e-45, 1e300)
@@ -98,6 +100,8 @@ def execute(ctx: Any, record: Leaf | Call, tensors: Sequence[Any]) -> Any:
     if isinstance(record, Leaf):
         return capi.ggml_new_tensor(ctx, record.type, list(record.ne))
     args = [tensors[a.at] if isinstance(a, Ref) else a for a in record.args]
+    if record.function in STEPS:
+        args[0].flags |= capi.GGML_TENSOR_FLAG_PARAM  # ggml_set_param takes leaves alone
     return getattr(capi, record.function)(ctx, *args)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import reference
 from memory import GuardedMemory, data
 from operations import OPERATIONS
-from programs import REFUSALS, VIEWS, Builder, Call, Leaf, Ref, execute, tensors_of
+from programs import REFUSALS, STEPS, VIEWS, Builder, Call, Leaf, Ref, execute, tensors_of
 
 from ggml_cffi import AbortError, capi
 
@@ -51,7 +51,8 @@ class Program:
     def in_place(self, i: int) -> int | None:
         """The tensor that a node writes over."""
         name = getattr(self.records[i], "function", "")
-        if name.endswith("_inplace") or name in ("ggml_set_rows", "ggml_leaky_relu", "ggml_clamp"):
+        over = ("ggml_set_rows", "ggml_leaky_relu", "ggml_clamp", *STEPS)
+        if name.endswith("_inplace") or name in over:
             return self.args(i)[0].at
         return self.args(i)[1].at if name == "ggml_cpy" else None
 

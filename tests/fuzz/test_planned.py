@@ -1,7 +1,7 @@
 """The planner of meta devices and ggml agree: on what is refused, and on the numbers of the rest.
 
 GGML_CFFI_FUZZ=N: twice as many random graphs as that, of a new seed; otherwise always the same.
-What they come to is printed (``pytest -s``).
+What they come to is printed (``pytest -s``). A fault names the operation, or shows the graph.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ OFTEN = [*PARTS] * 24 + ["ggml_add", "ggml_mul", "ggml_rms_norm", "ggml_cont", "
 
 WORKERS = hasattr(capi, "RPC_PROTO_MAJOR_VERSION")
 
-graphs = st.fixed_dictionaries(
-    {
-        "kind": st.just("planned"),
-        "devices": st.sampled_from((2, 3, 2, 4, 1)),
-        "style": st.sampled_from((1, 1, 1, 1, 1, 2)),
-        "dims": extents(),
-        "seed": seeds,
-        "more": st.sampled_from((0, 0, 0, 1, 3)),
-        "strict": st.just(True),
-        "workers": st.sampled_from((False, False, False, WORKERS)),
-        "nodes": st.lists(
-            st.tuples(
-                st.sampled_from([*OFTEN, *FUNCTIONS]),
-                st.binary(min_size=32, max_size=32).map(bytes.hex),
+
+def graphs(workers: st.SearchStrategy[bool]) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {
+            "kind": st.just("planned"),
+            "devices": st.sampled_from((2, 3, 2, 4, 1)),
+            "style": st.sampled_from((1, 1, 1, 1, 1, 2)),
+            "dims": extents(),
+            "seed": seeds,
+            "more": st.sampled_from((0, 0, 0, 1, 3)),
+            "strict": st.just(True),
+            "workers": workers,
+            "nodes": st.lists(
+                st.tuples(
+                    st.sampled_from([*OFTEN, *FUNCTIONS]),
+                    st.binary(min_size=32, max_size=32).map(bytes.hex),
+                ),
+                min_size=1,
+                max_size=4,
             ),
-            min_size=1,
-            max_size=4,
-        ),
-    }
-)
+        }
+    )
 
 
 #: No graph of these can be had on a meta device of CPUs, so none is accepted.
@@ -58,8 +60,6 @@ NEVER_ACCEPTED = {
     "MAP_CUSTOM2": "not drawn here: see tests/test_planner.py",
     "MAP_CUSTOM3": "not drawn here: see tests/test_planner.py",
     "FLASH_ATTN_BACK": "ggml_flash_attn_back itself aborts",
-    "OPT_STEP_ADAMW": "not drawn here: it writes into a weight",
-    "OPT_STEP_SGD": "not drawn here: it writes into a weight",
 }
 NEVER_REFUSED = {name for name in NEVER_ACCEPTED if name != "ARANGE"}
 
@@ -73,9 +73,24 @@ def runner() -> Iterator[Runner]:
 
 
 @examples(2 if ASKED else 500 / EXAMPLES)
-@given(graphs)
+@given(graphs(st.sampled_from((False, False, False, WORKERS))))
 def test_graphs_of_networks(runner: Runner, example: dict[str, Any]) -> None:
     runner.run(example)
+
+
+@pytest.mark.rpc
+@examples(60 / EXAMPLES)
+@given(graphs(st.just(True)))
+def test_graphs_of_networks_on_workers(runner: Runner, example: dict[str, Any]) -> None:
+    """What is accepted is right there, too, and what writes into host memory is accepted there."""
+    runner.run(example)
+
+
+@pytest.mark.rpc
+def test_what_is_computed_on_workers(runner: Runner, need: Any) -> None:
+    counts = runner.counts
+    need(counts["graphs"] >= 50, "number of graphs that says anything")
+    assert counts["computed on workers, too"] + counts["accepted on workers alone"] >= 20
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

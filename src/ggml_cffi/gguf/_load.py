@@ -15,6 +15,7 @@ from .._handles import address
 from .._loader import ffi
 from .._memory import raises_memory_error
 from .._placement import check_weights, reorders
+from .._progress import Progress, Tell, telling
 from ..backend import Backend
 from ..context import MAX_DIMS, WEIGHTS, Context, ne_of
 from ..device import Device, device
@@ -23,7 +24,6 @@ from ._parse import Entry
 
 if TYPE_CHECKING:
     from ..capi import types
-    from ._reader import Progress
 
 _SLICE = 1 << 24
 """Bytes that are written at once."""
@@ -37,7 +37,7 @@ def load(
     entries: Mapping[str, Entry],
     ctx: Context,
     target: Device | Backend | str,
-    progress: Progress | None,
+    progress: Progress,
     buffer_type: str | None = None,
 ) -> dict[str, Tensor]:
     """What `GGUFFile.load_into` does; `data` is a map of the file that `fd` is open for."""
@@ -62,12 +62,14 @@ def load(
             total = sum(entry.nbytes for entry in entries.values())
             if buffer_type is None and _can_map(where, entries):
                 keep = _private_map(fd, len(data))
-                buffer = _place(keep, where, entries, handles, total, progress)
+                with telling(total, progress) as tell:
+                    buffer = _place(keep, where, entries, handles, total, tell)
             elif total:
                 with raises_memory_error():
                     buffer = capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind)
                 capi.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
-                _copy(data, where, kind, entries, handles, total, progress)
+                with telling(total, progress) as tell:
+                    _copy(data, where, kind, entries, handles, total, tell)
         except BaseException:
             if buffer is not None:
                 capi.ggml_backend_buffer_free(buffer)
@@ -123,7 +125,7 @@ def _place(
     entries: Mapping[str, Entry],
     handles: Mapping[str, types.ggml_tensor],
     total: int,
-    progress: Progress | None,
+    tell: Tell,
 ) -> types.ggml_backend_buffer:
     """A buffer that is the map, with the tensors in it."""
     base = int(np.frombuffer(keep, np.uint8).__array_interface__["data"][0])
@@ -142,8 +144,7 @@ def _place(
             pointer: Any = ffi.cast("void *", at)
             capi.ggml_backend_tensor_alloc(buffer, handles[name], pointer)
             done += entry.nbytes
-            if progress:
-                progress(done, total)
+            tell(done, total)
     except BaseException:
         capi.ggml_backend_buffer_free(buffer)
         raise
@@ -160,7 +161,7 @@ def _copy(
     entries: Mapping[str, Entry],
     handles: Mapping[str, types.ggml_tensor],
     total: int,
-    progress: Progress | None,
+    tell: Tell,
 ) -> None:
     done = 0
     every = np.frombuffer(data, np.uint8)
@@ -172,8 +173,7 @@ def _copy(
             capi.ggml_backend_tensor_set(handles[name], part, begin)
             _drop_pages(data, entry.start + begin, entry.start + end)
             done += end - begin
-            if progress:
-                progress(done, total)
+            tell(done, total)
 
 
 def _unit(where: Device, handle: types.ggml_tensor, entry: Entry) -> int:

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ from ._metadata import Metadata, _Source
 from ._parse import Entry, Parser
 
 if TYPE_CHECKING:
+    from .._progress import Progress
     from ..backend import Backend
     from ..context import Context
     from ..device import Device
     from ..tensor import Tensor
 
-Progress = Callable[[int, int], object]
 """Told the bytes that are done and how many there are."""
 
 
@@ -87,7 +87,7 @@ class GGUFFile(Closing):
         ctx: Context,
         target: Device | Backend | str,
         names: Iterable[str] | None = None,
-        progress: Progress | None = None,
+        progress: Progress = None,
         buffer_type: str | None = None,
     ) -> dict[str, Tensor]:
         """Make the tensors of these names, all by default, in `ctx`, with memory and numbers.
@@ -102,7 +102,9 @@ class GGUFFile(Closing):
         its own (CPU_REPACK, AMX); `Device.supports_weight` says which it takes.
 
         `progress(done, total)` is called in bytes, after each slice, or tensor that is mapped; what
-        it raises ends the loading.
+        it raises ends the loading. Without it a bar on stderr shows that with tqdm if it is
+        installed, stderr is a terminal and it takes over a second; False: never, True: also where
+        it is no terminal.
 
         Raises GGUFError for a name that the file has not, TypeError for what is no Context, device
         or name, MemoryError where there is not enough (AbortError on a meta device, where ggml

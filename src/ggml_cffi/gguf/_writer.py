@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from .. import capi, quants
 from .._handles import Closing
+from .._progress import Progress, Tell, telling
 from ..dtypes import castable, check_range, element_type, is_quantized, numpy_dtype, type_name
 from ..enums import ggml_type
 from ..errors import GGUFError
 from ..tensor import Tensor
 from . import _format as fmt
 from ._metadata import Metadata
-from ._reader import GGUFTensor, Progress
+from ._reader import GGUFTensor
 from ._values import encode, text
 
 _SLICE = 1 << 24
@@ -193,11 +194,12 @@ class GGUFWriter(Closing):
         """Whether the file has been written, or given up."""
         return self._closed
 
-    def close(self, progress: Progress | None = None) -> None:
+    def close(self, progress: Progress = None) -> None:
         """Write the file. Closing twice is fine.
 
         `progress(done, total)` is called in bytes of the tensors' data. What it raises, and what
-        reading a tensor raises, comes out of here: then there is no file, and it is closed.
+        reading a tensor raises, comes out of here: then there is no file, and it is closed. Without
+        it there is a bar, as for `GGUFFile.load_into`.
         """
         if self._closed:
             return
@@ -227,7 +229,7 @@ class GGUFWriter(Closing):
         if self._closed:
             raise ValueError("the GGUFWriter is closed")
 
-    def _write(self, progress: Progress | None) -> None:
+    def _write(self, progress: Progress) -> None:
         target = Path(os.path.realpath(self.path))  # a link stays one
         made = target.with_name(f".{target.name[:100]}-{secrets.token_hex(8)}.part")
         try:
@@ -237,7 +239,9 @@ class GGUFWriter(Closing):
                 head = self._head()
                 file.write(head)
                 _pad(file, len(head), self._alignment)
-                self._data(file, progress)
+                total = sum(tensor.nbytes for tensor in self._tensors.values())
+                with telling(total, progress) as tell:
+                    self._data(file, total, tell)
             os.replace(made, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -257,15 +261,13 @@ class GGUFWriter(Closing):
             offset += fmt.padded(tensor.nbytes, self._alignment)
         return b"".join(parts)
 
-    def _data(self, file: BinaryIO, progress: Progress | None) -> None:
-        total = sum(tensor.nbytes for tensor in self._tensors.values())
+    def _data(self, file: BinaryIO, total: int, tell: Tell) -> None:
         done = 0
         for name, tensor in self._tensors.items():
             written = 0
             for piece in tensor.source():
                 written += file.write(piece)
-                if progress:
-                    progress(done + written, total)
+                tell(done + written, total)
             if written != tensor.nbytes:
                 raise GGUFError(f"tensor {name!r} gave {written} bytes, expected {tensor.nbytes}")
             done += written

@@ -13,6 +13,7 @@ from .. import capi
 from .._copies import copy
 from .._handles import address
 from .._loader import ffi
+from .._progress import Progress, telling
 from ..capi import types
 from ..device import Device
 from ..device import device as find_device
@@ -87,12 +88,17 @@ def compare(
     reference: Device | str = "CPU",
     inputs: Mapping[str, npt.ArrayLike] | None = None,
     seed: int = 0,
+    progress: Progress = None,
 ) -> Comparison:
     """Compute a graph on a meta device and on one device, and compare all results.
 
     The weights are read from the meta device. `inputs` are as in a run of the compiled graph; what
     is missing is random by `seed`: normal floats, and integers that are good indices and
     positions. It takes the memory of all results on each device at once.
+
+    `progress(done, total)` is called in bytes of the weights that have been read. Without it a bar
+    on stderr shows that with tqdm if it is installed, stderr is a terminal and it takes over a
+    second; False: never, True: also where it is no terminal.
 
     Raises SplitError for what the meta device cannot split or read back, MemoryError where a device
     has too little memory, and what running a compiled graph raises.
@@ -113,7 +119,7 @@ def compare(
         everything = Graph({str(i): graph._tensor(order[i]) for i in chosen})
         with everything.compile(meta) as compiled:
             split = compiled.run(**_of(compiled.inputs, given))
-        again, copies = _on(one, meta, order, context)
+        again, copies = _on(one, meta, order, context, progress)
         try:
             homes = {str(i): _at_home(copies[i], context) for i in chosen}
             with Graph(homes).compile(one) as compiled:
@@ -141,7 +147,11 @@ def _at_home(handle: types.ggml_tensor, context: Context) -> Tensor:
 
 
 def _on(
-    device: Device, meta: MetaDevice, order: Sequence[types.ggml_tensor], context: Context
+    device: Device,
+    meta: MetaDevice,
+    order: Sequence[types.ggml_tensor],
+    context: Context,
+    progress: Progress,
 ) -> tuple[types.ggml_context, list[types.ggml_tensor]]:
     """Copies of tensors of a meta device, on another; the context of the copies is to free."""
     weights: dict[int, Any] = {}
@@ -150,14 +160,18 @@ def _on(
             made = context.tensor(tuple(reversed(list(one.ne))), ggml_type(one.type))
             weights[address(one)] = made.handle
     context.allocate(device)
-    for one in order:
-        if address(one) in weights and not capi.ggml_is_empty(one):
+    read = [one for one in order if address(one) in weights and not capi.ggml_is_empty(one)]
+    total, done = sum(map(capi.ggml_nbytes, read)), 0
+    with telling(total, progress) as tell:
+        for one in read:
             data = np.empty(capi.ggml_nbytes(one), np.uint8)
             if split_function(meta.handle).frozen(address(one)) == SplitState.partial():
                 name = capi.ggml_get_name(one)
                 raise SplitError(f"{name!r} is PARTIAL: ggml cannot read it back, to compare")
             capi.ggml_backend_tensor_get(one, data, 0)
             capi.ggml_backend_tensor_set(weights[address(one)], data, 0)
+            done += data.size
+            tell(done, total)
     again, copies = copy(order)
     for i, new in enumerate(copies):
         if address(new) in weights:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from .. import _kept, capi
 from .._handles import Loans, Owned, holding
+from .._progress import Bar
 from ..backend import Backend, thread
 from ..capi import types
 from ..device import Device
@@ -29,7 +30,6 @@ from ._engine import Engine, Moments
 from ._losses import Loss
 from ._model import Model, graph_of, parameters_of
 from ._optimizers import SGD, AdamW, Optimizer
-from ._progress import Bar
 from ._target import scheduler_for
 
 __all__ = ["Trainer"]
@@ -231,7 +231,7 @@ class Trainer(Owned[_Store]):
                     + (f"; drop_last=True leaves out {rest} in each epoch" if n_steps else "")
                 )
             found: dict[str, list[float]] = {}
-            with Bar(epochs * n_steps * (size // self._batch), progress) as bar:
+            with Bar(epochs * n_steps * (size // self._batch), progress, "batch") as bar:
                 for number in range(1, epochs + 1):
                     bar.describe(f"epoch {number}/{epochs}")
                     record = self._epoch(training, size, n_steps, shuffle, bar)
