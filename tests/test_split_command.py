@@ -11,7 +11,7 @@ import pytest
 from _models import transformer
 from _release import needs_meta
 
-from ggml_cffi import _split_report, device
+from ggml_cffi import _split_report, device, rpc
 from ggml_cffi.__main__ import main
 
 pytestmark = needs_meta
@@ -121,3 +121,30 @@ def test_what_is_no_model(tmp_path: Path, capsys: Any) -> None:
 )
 def test_sizes(n: int, text: str) -> None:
     assert _split_report.size(n) == text
+
+
+@pytest.mark.rpc
+def test_devices_of_workers(model: Path, capsys: Any) -> None:
+    with rpc.Server(port=0) as one, rpc.Server(port=0) as other:
+        devices = f"{one.address},CPU,{one.address},{other.address}"
+        rooms = as_json(capsys, model, "--devices", devices)["devices"]
+    names = [room["name"] for room in rooms]
+    assert names[1] == device("CPU").name
+    assert names[0] == names[2] != names[3]
+    assert rooms[0]["free"] == pytest.approx(rooms[3]["free"] / 2, rel=0.2)
+
+
+@pytest.mark.rpc
+def test_a_worker_that_is_not_there(model: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["split", str(model), "--devices", "127.0.0.1:1"])
+    assert ended.value.code == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.rpc
+def test_what_is_no_endpoint(model: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["split", str(model), "--devices", "somewhere:far"])
+    assert ended.value.code == 2
+    assert "somewhere:far" in capsys.readouterr().err

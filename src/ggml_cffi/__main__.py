@@ -138,7 +138,8 @@ def _add_split(commands: Any) -> _Parser:
         type=parse_names,
         required=True,
         metavar="NAME,...",
-        help="1 to 16 devices, as `info` lists them; one may be named several times",
+        help="1 to 16 devices, as `info` lists them, or host:port for those of a worker; "
+        "one may be named several times",
     )
     split.add_argument(
         "--ratios", type=parse_ratios, metavar="A,B,...", help="their shares (default: equal)"

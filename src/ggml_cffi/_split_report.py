@@ -7,16 +7,18 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import capi
+from . import capi, rpc
 from ._demo import UsageError
 from .device import Device, device
 from .dtypes import type_name
-from .errors import GGUFError
+from .errors import GGUFError, NotSupportedError
 from .gguf import GGUFFile, GGUFTensor
 from .meta import SplitState, TensorInfo, policies
+from .meta._split import MAX_DEVICES
 from .meta.policies import Policy
 
 #: Kinds of tensors, by the names of llama.cpp; the first that is found in a name.
@@ -78,10 +80,11 @@ class Report:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names of devices, for argparse, from a text such as "CPU,CPU"."""
+    """Names of devices, for argparse, from a text such as "CPU,10.0.0.2:50052"."""
     names = tuple(name.strip() for name in text.split(","))
-    if not all(names) or not 1 <= len(names) <= 16:
-        raise ArgumentTypeError(f"{text!r}, expected 1 to 16 names with commas between them")
+    if not all(names) or not 1 <= len(names) <= MAX_DEVICES:
+        count = f"1 to {MAX_DEVICES} names"
+        raise ArgumentTypeError(f"{text!r}, expected {count} with commas between them")
     return names
 
 
@@ -94,17 +97,18 @@ def run(
     svg: Path | None,
 ) -> int:
     """Print the report; the exit status is 1 if the model does not fit on the devices."""
-    try:
-        found = [device(name) for name in names]
-    except (LookupError, ValueError) as error:
-        raise UsageError(str(error)) from None
-    if ratios is not None and len(ratios) != len(found):
-        raise UsageError(f"{len(ratios)} ratios for {len(found)} devices")
-    try:
-        with GGUFFile(path) as file:
-            report = make(file, found, ratios or [1.0] * len(found), policy)
-    except (OSError, GGUFError, ValueError) as error:
-        raise UsageError(str(error)) from None
+    with ExitStack() as connections:
+        try:
+            found = _devices(names, connections)
+        except (LookupError, ValueError, NotSupportedError) as error:
+            raise UsageError(str(error)) from None
+        if ratios is not None and len(ratios) != len(found):
+            raise UsageError(f"{len(ratios)} ratios for {len(found)} devices")
+        try:
+            with GGUFFile(path) as file:
+                report = make(file, found, ratios or [1.0] * len(found), policy)
+        except (OSError, GGUFError, ValueError) as error:
+            raise UsageError(str(error)) from None
     if svg is not None:
         from ._split_svg import draw
 
@@ -114,6 +118,22 @@ def run(
             raise UsageError(str(error)) from None
     print(json.dumps(_plain(report), indent=1) if as_json else told(report))
     return 0 if report.fits else 1
+
+
+def _devices(names: Sequence[str], connections: ExitStack) -> list[Device]:
+    """The devices of these names; "host:port" stands for all those of a worker."""
+    found: list[Device] = []
+    workers: dict[str, rpc.Connection] = {}
+    for name in names:
+        if ":" not in name:
+            found.append(device(name))
+            continue
+        if name not in workers:
+            workers[name] = connections.enter_context(rpc.connect(name))
+        found += workers[name]
+    if len(found) > MAX_DEVICES:
+        raise ValueError(f"there are {len(found)} devices, expected at most {MAX_DEVICES}")
+    return found
 
 
 def make(file: GGUFFile, devices: Sequence[Device], ratios: Sequence[float], policy: str) -> Report:
