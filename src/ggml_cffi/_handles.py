@@ -13,9 +13,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
+
+from ._loader import ffi, lib
 
 Handle = Any
 """A pointer of cffi's, of whatever type."""
@@ -33,8 +35,6 @@ def raw(value: object, kind: str, where: str) -> Any:
 
     Raises TypeError for anything else, and ValueError for None, NULL and what is closed.
     """
-    from ._loader import ffi
-
     if isinstance(value, (Owned, Borrowed)):
         value = value.handle
     if value is None or (isinstance(value, ffi.CData) and value == ffi.NULL):
@@ -49,10 +49,14 @@ def raw(value: object, kind: str, where: str) -> Any:
 
 def address(handle: object) -> int:
     """The address that a pointer holds."""
-    from ._loader import ffi
-
     pointer: Any = handle
     return int(ffi.cast("uintptr_t", pointer))
+
+
+def addresses(tensors: Sequence[Any]) -> list[int]:
+    """The addresses of many tensors, at once."""
+    array: Any = ffi.new("struct ggml_tensor *[]", list(tensors))
+    return list(ffi.unpack(ffi.cast("uintptr_t *", array), len(tensors)))
 
 
 def in_use(handle: object) -> bool:
@@ -60,8 +64,6 @@ def in_use(handle: object) -> bool:
 
     What is no pointer says so itself, with a method of that name.
     """
-    from ._loader import ffi, lib
-
     if isinstance(handle, ffi.CData):
         return bool(lib.ggml_cffi_in_use(handle))
     asked = getattr(handle, "in_use", None)
@@ -277,8 +279,6 @@ def _log(error: BaseException) -> None:
 
 def _collected(resource: _Resource) -> None:
     """Nobody refers to the object any more; nor could anybody catch an exception."""
-    from ._loader import lib
-
     lib.ggml_cffi_keep_error()  # of lib: this may come before somebody looks at it
     try:
         resource.drop()

@@ -20,9 +20,9 @@ from ..device import device as find_device
 from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
+from ._nodes import op_name
 from ._planner import VIEWS
 from ._split import SplitState
-from .plan import op_name
 
 if TYPE_CHECKING:
     from ..context import Context

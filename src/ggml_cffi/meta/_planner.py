@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from . import _rules
 from ._layout import Layout, layout_of
 from ._reduce import all_reduces, needing_a_barrier
-from ._rules import MIRRORED, GivesUp, Node, Operand, State, Step, Wrong
+from ._rules import MIRRORED, GivesUp, Kind, Node, Operand, State, Step, Wrong
 from ._split import MAX_DIMS, SplitAxis, SplitState
 from ._views import Memory, held_by_view
 
@@ -35,30 +35,73 @@ class Splits:
 
     nodes: Sequence[Node]
     n_devs: int
+    given: Mapping[int, SplitState]
+    """The splits of the tensors that have memory of their own."""
     states: list[State | None] = field(default_factory=list)
+    classes: list[int] = field(default_factory=list)
+    """The same number for tensors of one kind that are split alike."""
 
 
-def propagate(nodes: Sequence[Node], given: dict[int, SplitState], n_devs: int) -> Splits:
+class _Known:
+    """What has been found out already: the layers of a network are alike.
+
+    What an operation makes is told by its kind and the classes of what it is made from.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, tuple[State | None, int]] = {}
+        self._classes: dict[tuple[Kind, State | None], int] = {}
+
+    def add(self, key: Hashable, kind: Kind, state: State | None) -> tuple[State | None, int]:
+        number = self._classes.setdefault((kind, state), len(self._classes))
+        self.found[key] = state, number
+        return state, number
+
+
+_ITSELF = -1
+"""In place of the class of an operand that is the result."""
+
+
+def propagate(
+    nodes: Sequence[Node], given: Mapping[int, SplitState], n_devs: int, known: _Known
+) -> Splits:
     """How all tensors of a graph are split; `given` are the splits of those with memory.
 
     Raises Refusal at the first node that ggml would abort over, or get wrong.
     """
-    found = Splits(nodes, n_devs)
-    for i in range(len(nodes)):
-        try:
-            found.states.append(_state(found, i, given))
-        except GivesUp as why:
-            reason = _refused(found, i, f"{why.why} (ggml would abort: {why.condition})")
-            raise Refusal(i, reason, why.condition) from None
-        except Wrong as why:
-            raise Refusal(i, _refused(found, i, str(why))) from None
+    found = Splits(nodes, n_devs, given)
+    states, classes = found.states, found.classes
+    for i, (_, kind, operands, root) in enumerate(nodes):
+        key: Hashable
+        if i in given:
+            key = kind, given[i]
+        else:
+            made_of = [
+                None if one is None else _ITSELF if one == i else classes[one] for one in operands
+            ]
+            key = kind, None if root is None else classes[root], *made_of
+        entry = known.found.get(key)
+        if entry is None:
+            entry = known.add(key, kind, _checked(found, i))
+        states.append(entry[0])
+        classes.append(entry[1])
     return found
 
 
-def _state(splits: Splits, i: int, given: dict[int, SplitState]) -> State | None:
+def _checked(splits: Splits, i: int) -> State | None:
+    try:
+        return _state(splits, i)
+    except GivesUp as why:
+        reason = _refused(splits, i, f"{why.why} (ggml would abort: {why.condition})")
+        raise Refusal(i, reason, why.condition) from None
+    except Wrong as why:
+        raise Refusal(i, _refused(splits, i, str(why))) from None
+
+
+def _state(splits: Splits, i: int) -> State | None:
     node = splits.nodes[i]
-    if i in given:
-        told = given[i]
+    if i in splits.given:
+        told = splits.given[i]
         return State(told, layout_of(told) if told.is_split else None)
     if node.is_empty:
         return None
@@ -176,7 +219,7 @@ class Mended:
 
 def mended(
     nodes: Sequence[Node],
-    given: dict[int, SplitState],
+    given: Mapping[int, SplitState],
     n_devs: int,
     outputs: Sequence[int],
     mend: bool = True,
@@ -190,19 +233,32 @@ def mended(
     Raises Refusal for what would go wrong: at the first such node in order of computation. Without
     `mend` what a copy would make right is refused as well.
     """
-    found = Mended(propagate(nodes, given, n_devs), list(range(len(nodes))), {}, list(outputs), {})
+    known = _Known()
+    splits = propagate(nodes, given, n_devs, known)
     if in_place:
-        _check_in_place(found.splits, in_place)
-    needed = _needed(found)
+        _check_in_place(splits, in_place)
+    found = Mended(splits, list(range(len(nodes))), {}, list(outputs), _all_reduces(splits))
+    early = _early(found)
+    needed = _needed(found, early)
     if needed and not mend:
         i, why = next(iter(sorted(needed.items())))
-        raise Refusal(i, _refused(found.splits, i, f"{why}; a copy (cont) in its place mends it"))
+        raise Refusal(i, _refused(splits, i, f"{why}; a copy (cont) in its place mends it"))
     if needed:
-        found = _with_copies(found, given, needed)
-    found.reduces = all_reduces(found.splits.nodes, found.splits.states)
-    _check_sums(found)
+        found = _with_copies(found, needed, known)
+        early = _early(found)
+    _check_sums(found, early)
     _check_reads(found)
     return found
+
+
+def _all_reduces(splits: Splits) -> dict[int, int]:
+    return all_reduces(splits.nodes, splits.states)
+
+
+def _early(found: Mended) -> list[int]:
+    """The sums whose addends would be used, or read, before they are added up."""
+    splits = found.splits
+    return needing_a_barrier(splits.nodes, splits.states, found.outputs, found.reduces)
 
 
 def not_computed(found: Mended) -> list[int]:
@@ -220,27 +276,29 @@ def not_computed(found: Mended) -> list[int]:
     return list(places)
 
 
-def _needed(found: Mended) -> dict[int, str]:
+def _needed(found: Mended, early: Iterable[int]) -> dict[int, str]:
     """The tensors that copies are needed of, and why."""
-    splits, outputs = found.splits, found.outputs
+    splits = found.splits
+    as_they_are = {splits.nodes[i].operands[0] for i in _partial_biases(splits)}
     needed = {
         i: "its addends would be used, or read, before they are added up"
-        for i in needing_a_barrier(splits.nodes, splits.states, outputs)
-        if not _has_partial_bias(splits, i)
+        for i in early
+        if i not in as_they_are
     }
-    for i in outputs:
+    for i in found.outputs:
         node, state = splits.nodes[i], splits.states[i]
         if state is not None and node.root is not None and i not in needed:
             needed[i] = "it is read, and is a view"
     return needed
 
 
-def _has_partial_bias(splits: Splits, i: int) -> bool:
-    """Whether it is the product before an ADD_ID with addends, which must follow it as it is."""
-    return any(
-        node.op == "ADD_ID" and node.operands[0] == i and _is_partial(splits, node.operands[1])
-        for node in splits.nodes
-    )
+def _partial_biases(splits: Splits) -> list[int]:
+    """Each ADD_ID with addends, which must follow the product before it as that is."""
+    return [
+        i
+        for i, node in enumerate(splits.nodes)
+        if node.kind.op == "ADD_ID" and _is_partial(splits, node.operands[1])
+    ]
 
 
 def _shares(splits: Splits, i: int | None) -> tuple[int, ...]:
@@ -253,20 +311,19 @@ def _is_partial(splits: Splits, i: int | None) -> bool:
     return state is not None and state.axis == SplitAxis.PARTIAL
 
 
-def _check_sums(found: Mended) -> None:
+def _check_sums(found: Mended, early: Iterable[int]) -> None:
     """Raise Refusal where addends would still be used before they are added up."""
     splits = found.splits
-    for i in needing_a_barrier(splits.nodes, splits.states, found.outputs):
+    for i in early:
         raise Refusal(i, _refused(splits, i, "its addends would be used before they are added up"))
-    for i, node in enumerate(splits.nodes):
-        if node.op == "ADD_ID" and _is_partial(splits, node.operands[1]):
-            product = node.operands[0]
-            if product is None or not product < i <= found.reduces.get(product, -1):
-                why = "its bias is PARTIAL, so it must follow a row-parallel product at once"
-                raise Refusal(i, _refused(splits, i, why))
-            if any(0 in _shares(splits, one) for one in splits.nodes[product].operands):
-                why = "its bias is PARTIAL, and a device without a share leaves out its addend"
-                raise Refusal(i, _refused(splits, i, why))
+    for i in _partial_biases(splits):
+        product = splits.nodes[i].operands[0]
+        if product is None or not product < i <= found.reduces.get(product, -1):
+            why = "its bias is PARTIAL, so it must follow a row-parallel product at once"
+            raise Refusal(i, _refused(splits, i, why))
+        if any(0 in _shares(splits, one) for one in splits.nodes[product].operands):
+            why = "its bias is PARTIAL, and a device without a share leaves out its addend"
+            raise Refusal(i, _refused(splits, i, why))
 
 
 def _check_reads(found: Mended) -> None:
@@ -287,13 +344,14 @@ def _check_reads(found: Mended) -> None:
 
 def _check_in_place(splits: Splits, why: str) -> None:
     for i, node in enumerate(splits.nodes):
-        if node.op in (*VIEWS, "NONE") or node.root is None:
+        if node.root is None or node.op in VIEWS or node.op == "NONE":
             continue
         if splits.nodes[node.root].op == "NONE" and not node.is_empty:
             raise Refusal(i, _refused(splits, i, why))
 
 
-def _with_copies(found: Mended, given: dict[int, SplitState], needed: Collection[int]) -> Mended:
+def _with_copies(found: Mended, needed: Collection[int], known: _Known) -> Mended:
+    kinds: dict[Kind, Kind] = {}  # of what is copied, and of the copies
     nodes: list[Node] = []
     places: list[int] = []  # of what is there
     instead: list[int] = []  # what is used in its place
@@ -305,24 +363,28 @@ def _with_copies(found: Mended, given: dict[int, SplitState], needed: Collection
         )
         root = None if node.root is None else instead[node.root]
         places.append(len(nodes))
-        nodes.append(replace(node, operands=operands, root=root))
+        nodes.append(Node(node.name, node.kind, operands, root))
         if i in needed and node.root is None:
             barriers[len(nodes)] = places[-1]
-            nodes.append(_copy_of(node, places[-1]))
+            nodes.append(_copy_of(node, places[-1], kinds))
         instead.append(len(nodes) - 1)
     for i in dict.fromkeys(found.outputs):
         if i in needed and found.splits.nodes[i].root is not None:
             # at the end: what is written in place into a view's memory meanwhile is read as well
             barriers[len(nodes)] = places[i]
             instead[i] = len(nodes)
-            nodes.append(_copy_of(found.splits.nodes[i], places[i]))
-    states = {places[i]: state for i, state in given.items()}
-    splits = propagate(nodes, states, found.splits.n_devs)
-    return Mended(splits, places, barriers, [instead[i] for i in found.outputs], {})
+            nodes.append(_copy_of(found.splits.nodes[i], places[i], kinds))
+    given = {places[i]: state for i, state in found.splits.given.items()}
+    splits = propagate(nodes, given, found.splits.n_devs, known)
+    outputs = [instead[i] for i in found.outputs]
+    return Mended(splits, places, barriers, outputs, _all_reduces(splits))
 
 
-def _copy_of(node: Node, i: int) -> Node:
-    nb = [node.type_size, node.type_size * node.ne[0] // node.block_size]
-    for n in node.ne[1:-1]:
-        nb.append(nb[-1] * n)
-    return replace(node, op="CONT", operands=(i,), params=b"", nb=tuple(nb), root=None, offset=0)
+def _copy_of(node: Node, i: int, kinds: dict[Kind, Kind]) -> Node:
+    of = node.kind
+    if of not in kinds:
+        nb = [of.type_size, of.type_size * of.ne[0] // of.block_size]
+        for n in of.ne[1:-1]:
+            nb.append(nb[-1] * n)
+        kinds[of] = replace(of, op="CONT", params=b"", nb=tuple(nb), offset=0)
+    return Node(node.name, kinds[of], (i,))

@@ -6,7 +6,8 @@ The source is ``ggml_backend_meta_graph_compute`` in ggml's ``src/ggml-backend-m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from ._rules import Node, State
 from ._split import SplitAxis
@@ -18,42 +19,55 @@ def all_reduces(nodes: Sequence[Node], states: Sequence[State | None]) -> dict[i
     `nodes` are all tensors of a graph in order of computation. What comes last is never added up,
     and is not listed.
     """
-    order = [i for i, node in enumerate(nodes) if node.op != "NONE"]
+    order = [i for i, node in enumerate(nodes) if node.kind.op != "NONE"]
     walk = _Walk(nodes, states, order)
     found: dict[int, int] = {}
-    at = 0
-    while at < len(order):
-        state = states[order[at]]
-        if state is not None and state.axis == SplitAxis.PARTIAL:
-            until = walk.delayed(at)
-            if until + 1 < len(order):
-                found[order[at]] = order[until]
-            at = until
-        at += 1
+    after = 0  # the place behind those that are taken already
+    for at, i in enumerate(order):
+        state = states[i]
+        if at < after or state is None or state.told.axis != SplitAxis.PARTIAL:
+            continue
+        until = walk.delayed(at)
+        if until + 1 < len(order):
+            found[i] = order[until]
+        after = until + 1
     return found
 
 
 def needing_a_barrier(
-    nodes: Sequence[Node], states: Sequence[State | None], outputs: Collection[int]
+    nodes: Sequence[Node],
+    states: Sequence[State | None],
+    outputs: Collection[int],
+    reduces: Mapping[int, int],
 ) -> list[int]:
     """The partial results that would be used, or read, before they are added up.
 
-    A copy of such a result (``ggml_cont``) that is used in its place makes it right.
+    `reduces` is what `all_reduces` finds. A copy of such a result (``ggml_cont``) that is used in
+    its place makes it right.
     """
-    reduces = all_reduces(nodes, states)
-    users: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for one in {*node.operands, node.root} - {None}:
-            assert one is not None
-            users.setdefault(one, []).append(i)
+    users = _users(nodes) if any(i != last for i, last in reduces.items()) else {}
     found = []
     for i, state in enumerate(states):
-        if state is None or state.axis != SplitAxis.PARTIAL or nodes[i].op == "NONE":
+        if state is None or state.told.axis != SplitAxis.PARTIAL or nodes[i].op == "NONE":
             continue
         last = reduces.get(i)
         if last is None or i in outputs or not _is_safe(i, last, nodes, users, outputs):
             found.append(i)
     return found
+
+
+def _uses(node: Node) -> Iterator[int]:
+    """What a tensor is made from, and is a view of: some may come twice."""
+    yield from (one for one in (*node.operands, node.root) if one is not None)
+
+
+def _users(nodes: Sequence[Node]) -> dict[int, list[int]]:
+    """Which tensors use each tensor."""
+    users: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for one in _uses(node):
+            users.setdefault(one, []).append(i)
+    return users
 
 
 def _is_safe(
@@ -66,7 +80,7 @@ def _is_safe(
     """Whether what is made of a partial result before it is added up leads to `last` alone."""
     early = {first}
     for i in range(first + 1, last + 1):
-        if early.intersection({*nodes[i].operands, nodes[i].root} - {None}):
+        if not early.isdisjoint(_uses(nodes[i])):
             early.add(i)
     if last not in early:
         return False
@@ -81,8 +95,15 @@ class _Walk:
         self, nodes: Sequence[Node], states: Sequence[State | None], order: Sequence[int]
     ) -> None:
         self.nodes, self.states, self.order = nodes, states, order
-        self.uses = Counter(
-            one for i in order for one in nodes[i].operands if one is not None and one != i
+
+    @cached_property
+    def uses(self) -> Counter[int]:
+        """How many times each tensor is an operand of another one."""
+        return Counter(
+            one
+            for i in self.order
+            for one in self.nodes[i].operands
+            if one is not None and one != i
         )
 
     def delayed(self, at: int) -> int:
@@ -122,6 +143,8 @@ class _Walk:
     def _sum_of_experts(self, until: int, current: int, last: int) -> int:
         """The end of a chain of additions of all rows of the result, where that follows."""
         order, nodes = self.order, self.nodes
+        if nodes[order[until + 1]].op != "VIEW":  # before all uses are counted
+            return last
         whole = nodes[current]
         n = self.uses[order[last]]
         if n < 2 or n != whole.ne[1] or until + 2 * n - 1 >= len(order):

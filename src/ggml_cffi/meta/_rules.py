@@ -33,23 +33,20 @@ class Wrong(Exception):
     """ggml goes on, and the numbers would be wrong or a device's kernel would abort."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A tensor, with what the rules look at. Operands are numbers of nodes before it."""
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """All that the rules look at of a tensor by itself; tensors of the same kind share one."""
 
-    name: str
     op: str
     type: int
     block_size: int
     type_size: int
     ne: tuple[int, ...]
     nb: tuple[int, ...]
-    operands: tuple[int | None, ...] = ()
     params: bytes = b""
     """op_params."""
-    root: int | None = None
-    """What it is a view of."""
     offset: int = 0
+    """Where it begins in what it is a view of, in bytes."""
 
     @property
     def n_dims(self) -> int:
@@ -69,6 +66,44 @@ class Node:
         """A parameter that is a float."""
         number: float = struct.unpack_from("=f", self.params, 4 * i)[0]
         return number
+
+
+class Node(NamedTuple):
+    """A tensor of a graph, whose tensors are numbered in order of computation."""
+
+    name: str
+    kind: Kind
+    operands: tuple[int | None, ...] = ()
+    root: int | None = None
+    """What it is a view of."""
+
+    @property
+    def op(self) -> str:
+        return self.kind.op
+
+    @property
+    def ne(self) -> tuple[int, ...]:
+        return self.kind.ne
+
+    @property
+    def nb(self) -> tuple[int, ...]:
+        return self.kind.nb
+
+    @property
+    def block_size(self) -> int:
+        return self.kind.block_size
+
+    @property
+    def offset(self) -> int:
+        return self.kind.offset
+
+    @property
+    def n_dims(self) -> int:
+        return self.kind.n_dims
+
+    @property
+    def is_empty(self) -> bool:
+        return self.kind.is_empty
 
 
 class State(NamedTuple):
@@ -248,7 +283,7 @@ def _broadcast(step: Step) -> SplitState:
 
 
 def _concat(step: Step) -> SplitState:
-    a, b, axis = step[0].state.told, step[1].state.told, step.node.integer(0)
+    a, b, axis = step[0].state.told, step[1].state.told, step.node.kind.integer(0)
     for one, other, i in ((a, b, 1), (b, a, 0)):
         if one.axis == SplitAxis.MIRRORED and other.is_split:
             if other.axis == axis:
@@ -309,7 +344,7 @@ def _copy(step: Step) -> SplitState:
 
 def is_contiguous(node: Node) -> bool:
     """Whether it lies without gaps in the order of its axes, as ggml asks for."""
-    expected = node.type_size
+    expected = node.kind.type_size
     for i, (n, stride) in enumerate(zip(node.ne, node.nb, strict=True)):
         if (n != node.block_size if i == 0 else n != 1) and stride != expected:
             return False
@@ -356,7 +391,7 @@ def _new_axis(step: Step, axis: int) -> int:
     """Where PERMUTE and TRANSPOSE put an axis."""
     if step.node.op == "TRANSPOSE":
         return axis ^ 1 if axis < 2 else axis
-    return step.node.integer(axis)
+    return step.node.kind.integer(axis)
 
 
 def _get_rows(step: Step) -> SplitState:
@@ -391,7 +426,7 @@ def _pad(step: Step) -> SplitState:
     state = step[0].state.told
     if state.is_split:
         for i in (0, 1):
-            if step.node.integer(2 * state.axis + i):
+            if step.node.kind.integer(2 * state.axis + i):
                 raise GivesUp(
                     "it is longer along the axis that is cut",
                     f"tensor->op_params[2*src_ss[0].axis + {i}] == 0",
@@ -491,7 +526,7 @@ def _held_by_row(step: Step, told: SplitState) -> Layout | None:
 
 def _held_softmax(step: Step, told: SplitState) -> Layout | None:
     layout = _held_by_row(step, told)
-    if told.axis == SplitAxis.AXIS_2 and step.node.number(1):
+    if told.axis == SplitAxis.AXIS_2 and step.node.kind.number(1):
         raise Wrong("max_bias is not 0: a device does not know the numbers of its heads")
     return layout
 
@@ -623,7 +658,7 @@ def _held_attention(step: Step, told: SplitState) -> Layout | None:
     if step.get(4) is not None:
         _check_same(q, step[4])
     _agreeing(step, 1, 2)
-    if step.node.number(1):
+    if step.node.kind.number(1):
         raise Wrong("max_bias is not 0: a device does not know the numbers of its heads")
     mask = step.get(3)
     if mask is not None and mask.node.ne[2] != 1:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import capi
 from .._copies import copy, graph_of, put_in
-from .._handles import address
-from .._loader import ffi
+from .._handles import address, addresses
 from ..capi import types
-from ..enums import ggml_op, ggml_type
+from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
 from ._layout import unpermuted
+from ._nodes import nodes_of
 from ._planner import Mended, Refusal, mended, not_computed
-from ._rules import Node, State
+from ._rules import Kind, State
 from ._split import SplitState
 
 if TYPE_CHECKING:
@@ -132,33 +132,23 @@ def plan(device: MetaDevice, graph: Graph, mend: bool = True) -> Plan:
     """How the device splits the graph; what `MetaDevice.plan` does."""
     with graph._open():
         order = graph._order()
-        numbers = {address(one): i for i, one in enumerate(order)}
+        numbers = {one: i for i, one in enumerate(addresses(order))}
         found = make(device, order, [numbers[address(one.handle)] for one in graph.outputs], mend)
         compute = _compute_memory(device, order, found)
-        return _told(device, order, found, compute)
+        return _told(device, found, compute)
 
 
-def _told(
-    device: MetaDevice, order: Sequence[types.ggml_tensor], found: Mended, compute: int
-) -> Plan:
-    nodes, states, n = found.splits.nodes, found.splits.states, len(device.devices)
-    static = {found.places[i] for i, one in enumerate(order) if one.buffer and not one.view_src}
+def _told(device: MetaDevice, found: Mended, compute: int) -> Plan:
+    splits, n = found.splits, len(device.devices)
+    nodes = splits.nodes
+    alike: dict[int, _Alike] = {}
     tensors = []
-    for i, (node, state) in enumerate(zip(nodes, states, strict=True)):
-        split = SplitState.mirrored() if state is None else state.told
-        sizes = [_part(node, state, j) for j in range(n)]
-        tensors.append(
-            Planned(
-                node.name,
-                node.op,
-                ggml_type(node.type),
-                split,
-                tuple(tuple(reversed(ne[: node.n_dims])) for ne in sizes),
-                tuple(_nbytes(node, ne) for ne in sizes),
-                i in static,
-                i in found.barriers,
-            )
-        )
+    for i, (node, state, number) in enumerate(
+        zip(nodes, splits.states, splits.classes, strict=True)
+    ):
+        if number not in alike:
+            alike[number] = _alike(node.kind, state, n)
+        tensors.append(Planned(node.name, *alike[number], i in splits.given, i in found.barriers))
     copies = copies_of_sum(n)
     sums = tuple(
         AllReduce(nodes[i].name, nodes[last].name, 4 * math.prod(nodes[i].ne), copies)
@@ -170,17 +160,19 @@ def _told(
     return Plan(names, tuple(tensors), sums, tuple(weights), compute, free)
 
 
-def _part(node: Node, state: State | None, j: int) -> tuple[int, ...]:
-    """The shape, in ggml's order, of a device's part."""
-    if state is None or not state.told.is_split:
-        return node.ne
-    ne = list(node.ne)
-    ne[state.axis] = state.told.shares[j]
-    return tuple(ne)
+_Alike: TypeAlias = tuple[str, ggml_type, SplitState, tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""What tensors of a kind that are split alike have in common: `op` to `nbytes` of a Planned."""
 
 
-def _nbytes(node: Node, ne: Sequence[int]) -> int:
-    return math.prod(ne) // node.block_size * node.type_size
+def _alike(kind: Kind, state: State | None, n_devs: int) -> _Alike:
+    split = SplitState.mirrored() if state is None else state.told
+    parts = [list(kind.ne) for _ in range(n_devs)]
+    if split.is_split:
+        for part, share in zip(parts, split.shares, strict=True):
+            part[split.axis] = share
+    shapes = tuple(tuple(reversed(ne[: kind.n_dims])) for ne in parts)
+    nbytes = tuple(math.prod(ne) // kind.block_size * kind.type_size for ne in parts)
+    return kind.op, ggml_type(kind.type), split, shapes, nbytes
 
 
 def _compute_memory(device: MetaDevice, order: Sequence[types.ggml_tensor], found: Mended) -> int:
@@ -189,10 +181,11 @@ def _compute_memory(device: MetaDevice, order: Sequence[types.ggml_tensor], foun
     allocator = capi.ggml_gallocr_new(capi.ggml_backend_dev_buffer_type(device.handle))
     try:
         tensors = put_in(context, copies, found.places, found.barriers)
-        for i, one in enumerate(tensors):
-            if one.op == ggml_op.GGML_OP_NONE and not one.buffer:
+        apart = bool(not_computed(found))
+        for i, (node, one) in enumerate(zip(found.splits.nodes, tensors, strict=True)):
+            if node.kind.op == "NONE" and not one.buffer:
                 capi.ggml_set_input(one)
-            if i in found.outputs or not_computed(found):
+            if apart or i in found.outputs:
                 capi.ggml_set_output(one)
         return sum(capi.ggml_gallocr_reserve_n_size(allocator, graph_of(context, tensors)))
     finally:
@@ -204,12 +197,7 @@ def make(
     device: MetaDevice, order: Sequence[types.ggml_tensor], outputs: Sequence[int], mend: bool
 ) -> Mended:
     """How a graph is split on a meta device. Raises SplitError where it cannot be."""
-    numbers = {address(one): i for i, one in enumerate(order)}
-    nodes = [node_of(one, numbers) for one in order]
-    given = {}
-    for i, one in enumerate(order):
-        if one.buffer and not one.view_src:
-            given[i] = _given(device, one)
+    nodes, given = nodes_of(order), _given(device, order)
     host = all(
         capi.ggml_backend_buft_is_host(capi.ggml_backend_dev_buffer_type(child.handle))
         for child in device.devices
@@ -221,39 +209,24 @@ def make(
         raise SplitError(f"{device.name} cannot split the graph: {why.reason}") from device.error
 
 
-def _given(device: MetaDevice, tensor: types.ggml_tensor) -> SplitState:
-    """The split of a tensor that has memory on the device."""
-    where = capi.ggml_backend_buft_get_device(capi.ggml_backend_buffer_get_type(tensor.buffer))
-    if where != device.handle:
-        name, place = capi.ggml_get_name(tensor), capi.ggml_backend_buffer_name(tensor.buffer)
-        raise SplitError(f"{name!r} has its memory on {place}, not on {device.name}")
-    return split_function(device.handle).frozen(address(tensor)) or SplitState.mirrored()
-
-
-def node_of(tensor: types.ggml_tensor, numbers: dict[int, int]) -> Node:
-    """What the rules look at of a tensor; `numbers` are those of all tensors, by address."""
-    kind = ggml_type(tensor.type)
-    operands = [numbers[address(one)] if one else None for one in tensor.src]
-    while operands and operands[-1] is None:
-        operands.pop()
-    return Node(
-        name=capi.ggml_get_name(tensor),
-        op=op_name(tensor),
-        type=int(kind),
-        block_size=capi.ggml_blck_size(kind),
-        type_size=capi.ggml_type_size(kind),
-        ne=tuple(tensor.ne),
-        nb=tuple(tensor.nb),
-        operands=tuple(operands),
-        params=bytes(ffi.buffer(tensor.op_params)),
-        root=numbers[address(tensor.view_src)] if tensor.view_src else None,
-        offset=tensor.view_offs,
-    )
-
-
-def op_name(tensor: types.ggml_tensor) -> str:
-    """The operation that makes a tensor, as the table has it."""
-    return ggml_op(tensor.op).name.removeprefix("GGML_OP_")
+def _given(device: MetaDevice, order: Sequence[types.ggml_tensor]) -> dict[int, SplitState]:
+    """The splits of the tensors that have memory on the device, by their numbers."""
+    handle, mirrored = device.handle, SplitState.mirrored()
+    function = split_function(handle)
+    found: dict[int, SplitState] = {}
+    buffers: set[int] = set()  # that are the device's
+    for i, tensor in enumerate(order):
+        buffer = tensor.buffer
+        if not buffer or tensor.view_src:
+            continue
+        if address(buffer) not in buffers:
+            kind = capi.ggml_backend_buffer_get_type(buffer)
+            if capi.ggml_backend_buft_get_device(kind) != handle:
+                name, place = capi.ggml_get_name(tensor), capi.ggml_backend_buffer_name(buffer)
+                raise SplitError(f"{name!r} has its memory on {place}, not on {device.name}")
+            buffers.add(address(buffer))
+        found[i] = function.frozen(address(tensor)) or mirrored
+    return found
 
 
 def copies_of_sum(n_devices: int) -> int:
