@@ -15,9 +15,12 @@ import pytest
 from _release import PINNED, needs_meta
 
 from ggml_cffi import Context, Graph, SplitError, capi, enums, ffi, ops
+from ggml_cffi._handles import address
 from ggml_cffi.device import device
-from ggml_cffi.meta import MetaDevice, SplitState, policies
+from ggml_cffi.meta import MetaDevice, SplitState, _rules, policies
+from ggml_cffi.meta import plan as _plan
 from ggml_cffi.meta._layout import chunks, folded, layout_of, repeated, reshaped, unpermuted
+from ggml_cffi.meta._nodes import nodes_of
 from ggml_cffi.meta._rules import RULES
 from ggml_cffi.tensor import Tensor
 
@@ -123,6 +126,85 @@ def test_what_ggml_reads_of_permuted_elements_is_put_in_order() -> None:
     read = np.array([0, 1, 3, 2, 4])  # device by device
     np.testing.assert_array_equal(read[order], np.arange(5))
     assert unpermuted(split(0, [3, 2]), layout_of(split(0, [3, 2]))) is None
+
+
+# ---- what is read of tensors, and how often
+
+
+def test_tensors_are_read_as_ggml_has_them() -> None:
+    with Context() as ctx:
+        a = ctx.input((4, 64), "q8_0", "wéights")
+        x = ctx.input((3, 64), name="x" * 63)
+        y = ops.mul_mat(a, x)
+        view = ops.view_2d(y, 2, 2, y.handle.nb[1], y.handle.nb[1])
+        scaled = ops.scale(view, 0.5)
+        scaled.handle.src[capi.GGML_MAX_SRC - 1] = x.handle  # with NULLs before it
+        capi.ggml_set_name(scaled.handle, b"\xff".decode("utf-8", "surrogateescape"))
+        order = [one.handle for one in (a, x, y, view, scaled)]
+        nodes = nodes_of(order)
+        places = {address(one): i for i, one in enumerate(order)}
+        for node, one in zip(nodes, order, strict=True):
+            assert node.name == capi.ggml_get_name(one)
+            assert node.op == enums.ggml_op(one.op).name.removeprefix("GGML_OP_")
+            assert (node.kind.type, node.ne, node.nb) == (one.type, tuple(one.ne), tuple(one.nb))
+            assert node.block_size == capi.ggml_blck_size(enums.ggml_type(one.type))
+            assert node.kind.params == bytes(ffi.buffer(one.op_params))
+            assert node.offset == one.view_offs
+            assert node.root == (places[address(one.view_src)] if one.view_src else None)
+            operands = [places[address(src)] if src else None for src in one.src]
+            assert list(node.operands) == operands[: len(node.operands)]
+            assert not any(operand is not None for operand in operands[len(node.operands) :])
+        assert (nodes[3].root, nodes[3].offset) == (2, y.handle.nb[1])
+        assert nodes[4].operands == (3, *[None] * (capi.GGML_MAX_SRC - 2), 1)
+
+
+def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    apply = _rules.apply
+    monkeypatch.setattr(_rules, "apply", lambda step: asked.append(step.node.op) or apply(step))
+    n = 20
+    case = Case(**_weights(n))
+    with Context() as context:
+        plan = case.meta.plan(case.graph(context, case.meta, _layers))
+    assert sum(one.op != "NONE" for one in plan.tensors) == 3 * n
+    assert len(asked) <= 6  # the first layer's input is a weight
+    assert len(plan.all_reduces) == n
+
+
+def test_a_layer_that_is_cut_otherwise_than_those_before_it_is_named() -> None:
+    down2 = (8, 8), split(0, [3, 5])
+    Case(**_weights(4) | {"down2": down2}).refused(_layers, r"MUL_MAT 'product2' of 'down2'")
+
+
+def _weights(n_layers: int) -> dict[str, tuple[Any, SplitState]]:
+    found: dict[str, tuple[Any, SplitState]] = {"x": ((3, 8), WHOLE)}
+    for i in range(n_layers):
+        found[f"up{i}"] = (8, 8), split(1, [6, 2])
+        found[f"down{i}"] = (8, 8), split(0, [6, 2])
+    return found
+
+
+def _layers(**weights: Tensor) -> Tensor:
+    x = weights["x"]
+    for i in range(len(weights) // 2):
+        product = ops.mul_mat(weights[f"down{i}"], ops.mul_mat(weights[f"up{i}"], x))
+        product.name = f"product{i}"
+        x = x + product
+    return x
+
+
+def test_a_compiled_graph_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    mended = _plan.mended
+    monkeypatch.setattr(_plan, "mended", lambda *told: planned.append(told) or mended(*told))
+    case = row_parallel()
+    with Context() as context:
+        graph = case.graph(context, case.meta, lambda w, x: ops.mul_mat(w, x))
+        with graph.compile(case.meta) as first, graph.compile(case.meta) as second:
+            assert len(planned) == 2
+            for _ in range(3):  # each is prepared anew after the other one's turn
+                np.testing.assert_array_equal(first.run()["0"], second.run()["0"])
+            assert len(planned) == 2
 
 
 # ---- graphs that ggml lets pass and gets wrong
