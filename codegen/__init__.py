@@ -30,6 +30,7 @@ CPP = (
     "indices.hpp",
     "versions.hpp",
     "memory.hpp",
+    "cuts.hpp",
     "state.hpp",
     "shapes.hpp",
     "callbacks.hpp",

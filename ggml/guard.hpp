@@ -436,8 +436,8 @@ static const char * ggml_cffi_error_log(void) {
     return s.log_serial == s.serial ? ggml_cffi::details().log.c_str() : "";
 }
 
-static void ggml_cffi_note_partial(const struct ggml_tensor * tensor, bool partial) {
-    ggml_cffi::note_partial(tensor, partial);
+static void ggml_cffi_note_cut(const struct ggml_tensor * tensor, int axis, bool in_segments) {
+    ggml_cffi::note_cut(tensor, axis, in_segments);
 }
 
 static void ggml_cffi_clear(void) { ggml_cffi::state.kind = ggml_cffi::no_error; }

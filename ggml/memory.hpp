@@ -1,7 +1,7 @@
 // What is remembered of ggml's objects because ggml tells nobody: how many threads a backend computes
-// with, which weights are partial sums, which graph a scheduler is allocated for or a plan computes,
-// what an optimisation context evaluates; and how to clear up after an allocation that failed. The
-// annotations' `before`, `after` and `require` call these.
+// with, which graph a scheduler is allocated for or a plan computes, what an optimisation context
+// evaluates; and how to clear up after an allocation that failed. The annotations' `before`, `after`
+// and `require` call these.
 
 #include <algorithm>
 #include <atomic>
@@ -35,11 +35,11 @@ template <class Value> class by_address {
             used = !entries.empty();
         }
     }
-    void forget_all(Value value) {
+    template <class Test> void forget_if(Test is_gone) {
         if (used) {
             std::lock_guard<fork_safe_mutex> hold(lock);
             for (auto entry = entries.begin(); entry != entries.end();) {
-                const bool gone = entry->second == value;
+                const bool gone = is_gone(entry->second);
                 entry = gone ? entries.erase(entry) : std::next(entry);
                 remembered -= gone;
             }
@@ -103,28 +103,7 @@ inline int threads_of(ggml_backend_sched_t scheduler) {
     return most;
 }
 
-// ---- weights that each device of a meta device holds a part of the sum of: ggml reads all of the
-// caller's data whatever part of the tensor is to be written
-
-inline by_address<ggml_backend_buffer_t> partial_table;
-
-inline void note_partial(const ggml_tensor * tensor, bool partial) {
-    if (partial) {
-        partial_table.note(tensor, tensor->buffer);
-    } else {
-        partial_table.forget(tensor);
-    }
-}
-
-#ifdef GGML_CFFI_HAS_META
-// Where a tensor is in another buffer, one that lay at its address was partial, and is gone.
-inline bool whole_if_partial(const ggml_tensor * tensor, size_t offset, size_t size) {
-    return !partial_table.find(tensor) || !tensor->buffer || !ggml_backend_buffer_is_meta(tensor->buffer) ||
-           (offset == 0 && size == ggml_nbytes(tensor));
-}
-#else
-inline bool whole_if_partial(const ggml_tensor *, size_t, size_t) { return true; }
-#endif
+// ---- buffers
 
 // Tensors of `context` that point into `buffer`, which is about to go, stand unallocated again.
 inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) {

@@ -186,7 +186,7 @@ def test_2d_copies_into_a_partial_weight_are_whole(suffix):
             set_2d = getattr(capi, f"ggml_backend_tensor_set_2d{suffix}")
             first = (meta,) if suffix else ()
             for numbers in ((0, 4, 1, 0, 0), (4, 4, 1, 0, 0), (0, 16, 2, 16, 16)):
-                with pytest.raises(ValueError, match="whole_if_partial"):
+                with pytest.raises(ValueError, match=r"meta_(writes|moves_async)"):
                     set_2d(*first, bias, data, *numbers)
             set_2d(*first, bias, data, 0, 0, 1, 0, 0)
             if not suffix:  # ggml cannot write partial weights asynchronously

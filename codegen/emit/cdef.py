@@ -26,7 +26,7 @@ int64_t ggml_cffi_leaked_handles(int kind);
 uint64_t ggml_cffi_caught_aborts(void);
 int64_t ggml_cffi_remembered(void);
 int ggml_cffi_n_buffers(struct ggml_gallocr *galloc);
-void ggml_cffi_note_partial(const struct ggml_tensor *tensor, bool partial);
+void ggml_cffi_note_cut(const struct ggml_tensor *tensor, int axis, bool in_segments);
 void ggml_cffi_set_user_abort(bool wanted);
 bool ggml_cffi_in_use(const void *object);
 bool ggml_cffi_install(void);

@@ -26,7 +26,7 @@ from ._loader import ffi, lib, load_backends, raised
 from ._runtime import Kind, text
 from .logs import flush, receive
 from .meta._latch import SplitFunction
-from .meta._split import SplitAxis, fill, tensor_info
+from .meta._split import fill, tensor_info
 
 _SPLIT = "ggml_backend_meta_get_split_state_t"
 
@@ -358,7 +358,8 @@ def _split(tensor: Any, userdata: Any, out: Any) -> bool:
         elif buffer and not failing and function.first_of(buffer):
             _own(tensor.buffer, Answers(function, buffer))
         fill(state, out, function.n_devs)
-        lib.ggml_cffi_note_partial(tensor, state.axis == SplitAxis.PARTIAL)
+        in_segments = state.n_segments > 1 or state.nr != (1,)
+        lib.ggml_cffi_note_cut(tensor, state.axis, in_segments)
     except BaseException as error:  # ggml must get an answer; out is MIRRORED
         raise_later(error)
     return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import capi
-from ._handles import Borrowed, raw
+from ._handles import Borrowed, address, raw
 from ._loader import ffi, lib
 from ._runtime import helper, invoke
 from .capi import types
@@ -32,13 +33,16 @@ class Memory(NamedTuple):
 class Shared:
     """The turn to compute on a device whose graphs share what ggml knows of them.
 
-    `turns` counts those that are over: who had the last one finds all as it was left.
+    `turns` counts those that are over: who had the last one finds all as it was left. `writes` is
+    held for each write into what is no graph's own, within a turn or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: types.ggml_backend_device) -> None:
         self._lock = threading.Lock()
         self._owner = 0
         self.turns: int = 0
+        self.writes: threading.RLock = threading.RLock()
+        _shared[address(device)] = self
 
     def is_within(self, kernels: int) -> bool:
         """Whether this is called by what the device computes: an operation, or this thread's."""
@@ -49,11 +53,19 @@ class Shared:
         self._lock.acquire()
         self._owner = threading.get_ident()
 
-    def release(self) -> None:
-        """End it."""
-        self.turns += 1
+    def release(self, *, computed: bool = True) -> None:
+        """End it; what was not `computed` in leaves all as it was."""
+        self.turns += computed
         self._owner = 0
         self._lock.release()
+
+
+_shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
+
+
+def shared_of(device: types.ggml_backend_device | None) -> Shared | None:
+    """The turn to compute on a device; None of one whose graphs share nothing, or that is gone."""
+    return None if device is None else _shared.get(address(device))
 
 
 class Device(Borrowed[types.ggml_backend_device]):

@@ -220,8 +220,10 @@ class Tensor(_Base):
         else a copy. ``copy=True`` always copies, ``copy=False`` raises ValueError where it would.
 
         Raises ValueError for a tensor that has no memory (an input that is not allocated, a result
-        that is no output of a compiled graph), for parts of a meta device's tensors, and for
-        weights in memory that keeps them in an order of its own (CPU_REPACK, AMX).
+        that is no output of a compiled graph), for weights in memory that keeps them in an order of
+        its own (CPU_REPACK, AMX), and for what ggml cannot read of a meta device's: what each
+        device has an addend of (PARTIAL). A part of a tensor that is cut takes the reading of all
+        slices across the cut that it lies in.
         """
         view = _view(self)
         if view is not None:
@@ -239,8 +241,12 @@ class Tensor(_Base):
         Integers must be in the range of the tensor's type, but with ``casting="unsafe"``: then they
         wrap as NumPy's do. Floats that are too large become infinite, with NumPy's RuntimeWarning.
 
-        Raises ValueError for another shape and for a tensor without memory, TypeError for a dtype
-        that cannot be converted, OverflowError for integers out of range; then nothing is written.
+        A part of a meta device's tensor that ggml cannot write by itself is written with what is
+        around it, which is read before: nothing else of this package writes there meanwhile.
+
+        Raises ValueError for another shape, for a tensor without memory and for a part of what each
+        device has an addend of (PARTIAL), TypeError for a dtype that cannot be converted,
+        OverflowError for integers out of range; then nothing is written.
         """
         numbers = check_numbers(self, np.asarray(array), casting)
         if not self.has_memory and self.size:
@@ -430,24 +436,24 @@ def check_readable(tensor: Tensor) -> None:
         raise ValueError(f"{tensor!r} cannot be read: {kind} keeps it in an order of its own")
 
 
-def _check_whole(tensor: Tensor) -> None:
-    """Raise ValueError for a view of what a meta device has: ggml reads and writes the whole."""
-    if tensor.handle.view_src and is_meta(_buffer(tensor.handle)):
-        raise ValueError(
-            f"{tensor!r} is a part of a meta device's tensor: only the whole is read or written"
-        )
-
-
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
     if not tensor.has_memory and tensor.size:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
     if not tensor.size:
         return np.empty(tensor.shape, tensor.dtype)
-    _check_whole(tensor)
+    return _blocks(tensor, raw_bytes(tensor))
+
+
+def raw_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes from the first element to the last of a tensor with memory that is not empty."""
+    if is_meta(_buffer(tensor.handle)):
+        from .meta import _parts
+
+        return _parts.read(tensor)
     check_readable(tensor)
     data = np.empty(tensor.nbytes, np.uint8)
     capi.ggml_backend_tensor_get(tensor.handle, data, 0)
-    return _blocks(tensor, data)
+    return data
 
 
 def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -457,10 +463,27 @@ def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(numbers, tensor.dtype).reshape(-1).view(np.uint8)
 
 
+def _put(tensor: Tensor, data: npt.NDArray[np.uint8], memory: npt.NDArray[np.uint8]) -> None:
+    """Put the bytes of the rows where they belong in the memory from the first element on."""
+    kind, shape, strides = tensor.type, tensor.shape, tensor.strides
+    if is_quantized(kind):
+        rows = block_rows(kind, shape or (1,), strides or (0,), memory)
+        rows[...] = data.reshape(rows.shape)
+    else:
+        dtype = np.dtype("u2") if kind == _BF16 else tensor.dtype
+        numbers: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, strides=strides)
+        numbers[...] = data.view(dtype).reshape(shape)
+
+
 def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if not tensor.size:
         return
-    _check_whole(tensor)
+    if is_meta(_buffer(tensor.handle)):
+        from .meta import _parts
+
+        data = np.ascontiguousarray(_encode(tensor, numbers)).reshape(-1)
+        _parts.write(tensor, data, lambda memory: _put(tensor, data, memory))
+        return
     if tensor.handle.view_src and is_reordered(tensor.handle):
         kind = capi.ggml_backend_buffer_name(_buffer(tensor.handle))
         raise ValueError(f"{tensor!r} is a part of a weight that {kind} takes as a whole")
@@ -468,8 +491,6 @@ def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
     if capi.ggml_is_contiguous(tensor.handle):
         capi.ggml_backend_tensor_set(tensor.handle, np.ascontiguousarray(data), 0)
         return
-    if is_meta(_buffer(tensor.handle)):
-        raise ValueError(f"{tensor!r} is not contiguous: a meta device cannot write that")
     row = data.reshape(-1, data.size // max(1, math.prod(tensor.ne[1:])))
     if tensor.strides[-1] != capi.ggml_type_size(tensor.type):
         raise ValueError(f"{tensor!r}: only in host memory can rows be written that are apart")

@@ -1,8 +1,9 @@
-"""The meta backend: calls on a device that cuts as it should, and answers that no check has seen.
+"""The meta backend: graphs on a device that cuts as it should, and answers that no check has seen.
 
-`split` is how the device of the area "meta backend" cuts, through the package's own checks. The
-area "split states" has a device whose split function is plain C, which gives whatever `ANSWERS`
-says: nothing of the package looks at it. Answers over which ggml reads out of bounds are not there.
+`split` is how the device of the area "meta backend" cuts, through the package's own checks. Reads
+and writes that ggml would abort over are refused there (`test_meta_parts.py`). The area "split
+states" has a device whose split function is plain C, which gives whatever `ANSWERS` says: nothing
+of the package looks at it. Answers over which ggml reads out of bounds are not there.
 """
 
 from __future__ import annotations
@@ -23,38 +24,6 @@ from ._site import META, SPLIT, raw, site
 Q4_0 = capi.GGML_TYPE_Q4_0
 
 # ---- meta backend: its device cuts "columns" on axis 1, "rows" on axis 0, "fused" in two segments
-
-
-@site(META, "ggml_backend_tensor_set", "offset % chunk_size_full == 0")
-def write_from_inside_a_cut(arena):
-    capi.ggml_backend_tensor_set(arena.weight(8, 4, name="columns"), bytes(32), 32)
-
-
-@site(META, "ggml_backend_tensor_set", "size % chunk_size_full == 0")
-def write_of_part_of_a_cut(arena):
-    capi.ggml_backend_tensor_set(arena.weight(8, 4, name="columns"), bytes(32), 0)
-
-
-@site(META, "ggml_backend_tensor_get", "offset % chunk_size_full == 0")
-def read_from_inside_a_cut(arena):
-    capi.ggml_backend_tensor_get(arena.weight(8, 4, name="rows"), bytearray(32), 16)
-
-
-@site(META, "ggml_backend_tensor_set", "offset % row_stride == 0")
-def write_from_inside_a_segmented_row(arena):
-    capi.ggml_backend_tensor_set(arena.weight(8, 4, name="fused"), bytes(32), 4)
-
-
-@site(META, "ggml_backend_tensor_set_async", "offset == 0")
-def asynchronous_write_from_an_offset(arena):
-    tensor = arena.weight(8, 4, name="rows")
-    capi.ggml_backend_tensor_set_async(arena.backend, tensor, bytes(32), 32)
-
-
-@site(META, "ggml_backend_tensor_get_async", "split_state.n_segments == 1")
-def asynchronous_read_of_segments(arena):
-    tensor = arena.weight(8, 4, name="fused")
-    capi.ggml_backend_tensor_get_async(arena.backend, tensor, bytearray(128), 0)
 
 
 @site(META, "ggml_gallocr_alloc_graph", "split_states_equal(src_ss[0], src_ss[1])")
@@ -91,12 +60,6 @@ def read_of_a_partial_product(arena):
 def children_of_a_plain_backend(arena):
     simple = capi.ggml_backend_meta_simple_backend(arena.backend, 0)
     capi.ggml_backend_meta_n_backends(simple)
-
-
-@site(META, "ggml_backend_tensor_set_async", "split_state.n_segments == 1")
-def asynchronous_write_of_segments(arena):
-    tensor = arena.weight(8, 4, name="fused")
-    capi.ggml_backend_tensor_set_async(arena.backend, tensor, bytes(128), 0)
 
 
 def split(info, n_devs):
@@ -223,11 +186,7 @@ ROWS = {
     },
     "part of a cut tensor": {"ggml-backend-meta.cpp:1330", "ggml-backend-meta.cpp:1331"},
     "part of a segmented tensor": {"ggml-backend-meta.cpp:1274", "ggml-backend-meta.cpp:1301"},
-    "asynchronous, from an offset or of segments": {
-        "ggml-backend-meta.cpp:1687",
-        "ggml-backend-meta.cpp:1691",
-    },
-    "memset": {"ggml-backend.cpp:409"},
+    "asynchronous, of segments": {"ggml-backend-meta.cpp:1691"},
     "a graph with gradients": {"ggml-backend-meta.cpp:1783"},
     "a source in no meta buffer": {"ggml-backend-meta.cpp:463"},
     "GGML_META_DEBUG and segments": {"ggml-backend-meta.cpp:1080"},
@@ -241,7 +200,7 @@ ROWS = {
 }
 (
     DEVICES, BLOCKS, SUM, SEGMENTS, NEGATIVE, ONE, MEMORY, MULTI, GAPS, AXES, PART, PART_SEGMENTS,
-    ASYNC, MEMSET, GRADIENTS, FOREIGN, DEBUG,
+    ASYNC, GRADIENTS, FOREIGN, DEBUG,
     MIRRORED_SEGMENTS, PARTIAL_READ, PARTIAL_TYPE, NO_WISH, NOT_KNOWN, NO_AXIS,
 ) = ROWS  # fmt: skip
 
@@ -370,6 +329,17 @@ def write_of_part_of_an_unchecked_cut(arena):
     write(arena.weight(8, 4, name="columns"), size=32)
 
 
+@site(SPLIT, "ggml_backend_tensor_get", "offset % chunk_size_full == 0")
+def read_from_inside_a_cut(arena):
+    capi.ggml_backend_tensor_get(arena.weight(8, 4, name="rows"), bytearray(32), 16)
+
+
+@site(SPLIT, "ggml_backend_tensor_get_async", "split_state.n_segments == 1")
+def asynchronous_read_of_segments(arena):
+    tensor = arena.weight(8, 4, name="segments of rows")
+    capi.ggml_backend_tensor_get_async(arena.backend, tensor, bytearray(128), 0)
+
+
 @site(SPLIT, SET, "offset % row_stride == 0", PART_SEGMENTS)
 def write_from_inside_a_row_of_segments(arena):
     write(arena.weight(8, 4, name="segments of rows"), offset=4)
@@ -380,21 +350,10 @@ def write_from_inside_a_matrix_of_segments(arena):
     write(arena.weight(8, 4, 2, name="segments"), offset=32)
 
 
-@site(SPLIT, "ggml_backend_tensor_set_async", "offset == 0", ASYNC)
-def asynchronous_write_of_part(arena):
-    tensor = arena.weight(8, 4, name="columns")
-    capi.ggml_backend_tensor_set_async(arena.backend, tensor, bytes(96), 32)
-
-
 @site(SPLIT, "ggml_backend_tensor_set_async", "split_state.n_segments == 1", ASYNC)
 def asynchronous_write_of_unchecked_segments(arena):
     tensor = arena.weight(8, 4, name="segments")
     capi.ggml_backend_tensor_set_async(arena.backend, tensor, bytes(128), 0)
-
-
-@site(SPLIT, "ggml_backend_tensor_memset", "memset not implemented", MEMSET)
-def fill_of_a_cut(arena):
-    capi.ggml_backend_tensor_memset(arena.weight(8, 4, name="columns"), 0, 0, 32)
 
 
 @site(SPLIT, "ggml_backend_graph_compute", "cgraph->grads == nullptr", GRADIENTS)

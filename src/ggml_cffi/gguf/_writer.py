@@ -20,7 +20,7 @@ from .._progress import Progress, Tell, telling
 from ..dtypes import castable, check_range, element_type, is_quantized, numpy_dtype, type_name
 from ..enums import ggml_type
 from ..errors import GGUFError
-from ..tensor import Tensor
+from ..tensor import Tensor, raw_bytes
 from . import _format as fmt
 from ._metadata import Metadata
 from ._reader import GGUFTensor
@@ -328,10 +328,8 @@ def _of_tensor(tensor: Tensor) -> Source:
         raise ValueError(f"{tensor!r} is not contiguous: give its numbers")
 
     def read() -> Iterator[Any]:
-        data = np.empty(tensor.nbytes, np.uint8)  # whole: a meta device cannot read any part
-        if data.size:
-            capi.ggml_backend_tensor_get(tensor.handle, data, 0)
-        return _of_bytes(data)()
+        # whole: a meta device cannot read any part
+        return _of_bytes(raw_bytes(tensor) if tensor.size else np.empty(0, np.uint8))()
 
     return read
 

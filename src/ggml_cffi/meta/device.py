@@ -49,7 +49,7 @@ class MetaDevice(Device, Closing):
         handle, self._function = create(found, split_fn, on_error)
         self._devices = tuple(item if isinstance(item, Device) else Device(item) for item in found)
         super().__init__(handle)
-        self._shared = Shared()
+        self._shared = Shared(handle)
         # nobody can use it any more: its devices' backends may be unloaded
         weakref.finalize(self, self._function.when_closed).atexit = False
 
