@@ -82,6 +82,69 @@ def test_gguf(tmp_path: Path) -> None:
     assert gguf.measure(path, 2)["GGUFReader"].high > 5  # 60
 
 
+def test_meta_asks_for_splits(compiler: None, folder: Path) -> None:
+    from benchmarks import meta
+    from benchmarks.transformer import Shape
+
+    found = meta.asking(folder, Shape(3), 3, passes=2)
+    assert found["a split function in Python / in C"].low > 1
+    assert found["a policy: more for a weight, in calls of an empty function"].low < 20_000  # 2,000
+
+
+def test_meta_plans_a_large_model_in_the_time_of_a_few_allocations() -> None:
+    """1,003 nodes: what is done for each of them anew, and need not be, would exceed it."""
+    from benchmarks import meta
+    from benchmarks.transformer import Shape
+
+    assert len(dict(Shape(meta.LAYERS).weights())) == 336
+    found = meta.planning(Shape(meta.LAYERS), 3, passes=2)
+    assert found["planning / ggml's allocation"].low < 6  # 2.5
+    assert found["MetaDevice.plan / ggml's allocation"].low < 10  # 3.7
+    assert found["Graph.compile / ggml's allocation"].low < 14  # 5.2
+
+
+def test_meta_computes_on_devices() -> None:
+    from benchmarks import meta
+
+    shape = {"width": 64, "hidden": 128, "n_layers": 2, "n_tokens": 4}
+    found = meta.computing([1, 2], 3, 2, shape, with_workers=False)
+    for what in ("1 CPU device", "2 CPU devices"):
+        assert found[f"{what} / one device of 1 thread"].high > 0.3  # two have one thread each
+
+
+@pytest.mark.rpc
+def test_meta_computes_on_workers() -> None:
+    from benchmarks import meta
+
+    shape = {"width": 64, "hidden": 128, "n_layers": 2, "n_tokens": 4}
+    found = meta.computing([1, 2], 3, 2, shape)
+    for what in ("1 worker", "2 workers"):
+        assert found[f"{what} / one device of 1 thread"].high > 0.3  # two have one thread each
+
+
+def test_meta_mends() -> None:
+    from benchmarks import meta
+    from benchmarks.transformer import Shape
+
+    found, n_copies = meta.mending(Shape(2), Shape(3), 3, 2)
+    assert n_copies == 6
+    assert found["compiling, mended / by hand"].low < 6  # 1.4
+    assert found["running, mended / by hand"].low < 3  # 1
+
+
+@pytest.mark.parametrize("n_layers", [1, 5])
+def test_a_transformer_has_as_many_weights_and_nodes_as_it_says(n_layers: int) -> None:
+    from benchmarks.transformer import Shape, Transformer
+    from ggml_cffi import device
+
+    model = Transformer(device("CPU"), Shape(n_layers))
+    assert len(dict(model.shape.weights())) == 3 + 9 * n_layers
+    assert model.graph.n_nodes == 4 + 27 * n_layers
+    with model.graph.compile(device("CPU"), n_threads=1) as run:
+        logits = run(**model.inputs())
+        assert logits.shape == (8, 256) and np.isfinite(logits).all()  # type: ignore[union-attr]
+
+
 def test_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     options = common.parser("", 1).parse_args(["--check"])
     ratio = common.Ratio("a", "b", 1.0, 2.0, 3.0)

@@ -42,6 +42,8 @@ def put_in(
     `places` says where each tensor comes to stand, `barriers` where the copies do, and where that
     stands that each is of. Gives all in order of computation.
     """
+    if not barriers:  # and so each stands where it stood
+        return list(copies)
     found: list[Any] = [None] * (len(copies) + len(barriers))
     for place, one in zip(places, copies, strict=True):
         found[place] = one

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import SplitError
@@ -146,9 +146,13 @@ class SplitFunction:
 
     def frozen(self, address: int) -> SplitState | None:
         """The answer for the tensor at this address, None if there is none."""
+        return self.all_frozen([address])[0]
+
+    def all_frozen(self, addresses: Iterable[int]) -> list[SplitState | None]:
+        """The answers for the tensors at these addresses, None where there is none."""
         with self._lock:
-            entry = self._frozen.get(address)
-        return None if entry is None else entry.state
+            entries = [self._frozen.get(address) for address in addresses]
+        return [None if entry is None else entry.state for entry in entries]
 
     def answer(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,7 @@ IN_PLACE = (
 )
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A tensor of a graph on a meta device.
 
     ``shapes`` and ``nbytes`` are those of each device's part, shapes in NumPy's order. What is
@@ -213,7 +212,7 @@ def _given(device: MetaDevice, order: Sequence[types.ggml_tensor]) -> dict[int, 
     """The splits of the tensors that have memory on the device, by their numbers."""
     handle, mirrored = device.handle, SplitState.mirrored()
     function = split_function(handle)
-    found: dict[int, SplitState] = {}
+    places: list[int] = []
     buffers: set[int] = set()  # that are the device's
     for i, tensor in enumerate(order):
         buffer = tensor.buffer
@@ -225,8 +224,9 @@ def _given(device: MetaDevice, order: Sequence[types.ggml_tensor]) -> dict[int, 
                 name, place = capi.ggml_get_name(tensor), capi.ggml_backend_buffer_name(buffer)
                 raise SplitError(f"{name!r} has its memory on {place}, not on {device.name}")
             buffers.add(address(buffer))
-        found[i] = function.frozen(address(tensor)) or mirrored
-    return found
+        places.append(i)
+    states = function.all_frozen(addresses([order[i] for i in places]))
+    return {i: state or mirrored for i, state in zip(places, states, strict=True)}
 
 
 def copies_of_sum(n_devices: int) -> int:
