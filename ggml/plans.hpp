@@ -351,10 +351,18 @@ inline void note_replaced(planner & p) {
     p.operands_before.clear();
 }
 
+// A meta device forgets the tensors of the graphs before: who reads one dereferences NULL.
+inline bool forgets(const planner & p, const std::vector<const ggml_tensor *> & fresh) {
+    return std::any_of(p.buffers.begin(), p.buffers.end(), [&fresh](ggml_backend_buffer_t buffer) {
+        return check::is_meta(ggml_backend_buffer_name(buffer)) &&
+               std::any_of(fresh.begin(), fresh.end(), [buffer](const ggml_tensor * t) { return t->buffer == buffer; });
+    });
+}
+
 // ggml allocates a buffer anew where it has to be larger, and frees one that it measures only.
 template <class Key>
 void unplace_if_replaced(Key key, planner & p, const std::vector<const ggml_tensor *> & fresh = {}) {
-    if (!p.buffers.empty() && p.sizes != sizes_of(key, p.n_buffers)) {
+    if (!p.buffers.empty() && (p.sizes != sizes_of(key, p.n_buffers) || forgets(p, fresh))) {
         unplace(p, fresh);
     }
 }

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from _release import require
+from _compute import Arena
+from _release import has, needs, needs_meta, require
 
 from ggml_cffi import (
     Context,
@@ -26,14 +27,13 @@ from ggml_cffi import (
     Tensor,
     capi,
     diagnostics,
-    ffi,
     lib,
     ops,
 )
 from ggml_cffi.meta import MetaDevice, SplitState
 from ggml_cffi.quants import dequantize, quantize
 
-require("ggml_backend_meta_device")
+pytestmark = needs_meta
 
 MIRRORED, PARTIAL = SplitState.mirrored(), SplitState.partial()
 
@@ -144,14 +144,9 @@ def make() -> Iterator[Callable[[Case], Made]]:
 @pytest.fixture(params=CASES)
 def made(request: pytest.FixtureRequest, make: Callable[[Case], Made]) -> Made:
     case = CASES[request.param]
-    if max(case.state.nr) > 1 and not has_repeats():
-        pytest.skip("this ggml has no repeats of segments")
+    if max(case.state.nr) > 1:
+        require("struct ggml_backend_meta_split_state.nr")
     return make(case)
-
-
-def has_repeats() -> bool:
-    fields = ffi.typeof("struct ggml_backend_meta_split_state").fields
-    return any(name == "nr" for name, _ in fields)
 
 
 # ---- capi: whole slices are moved, all else is refused with nothing changed
@@ -187,6 +182,7 @@ def test_any_part_is_read_and_written_as_bytes_or_refused(made: Made) -> None:
     assert refused or case.unit == 1
 
 
+@needs("ggml_backend_tensor_set_2d")
 def test_any_pieces_are_read_and_written_or_refused(made: Made) -> None:
     case, rng = made.case, np.random.default_rng(2)
     model = np.frombuffer(made.data(), np.uint8).copy()
@@ -228,28 +224,22 @@ def test_any_pieces_are_read_and_written_or_refused(made: Made) -> None:
 
 def test_asynchronous_moves_are_of_the_whole_or_refused(made: Made) -> None:
     case = made.case
-    whole = bytes(range(case.nbytes % 100, case.nbytes % 100 + 1)) * case.nbytes
+    whole = np.random.default_rng(4).integers(0, 256, case.nbytes, np.uint8).tobytes()
     in_segments = case.state.n_segments > 1 or case.state.nr != (1,)
     with made.device.init_backend(1) as backend:
         before = made.data()
 
         def refuse(text: str, offset: int, size: int) -> None:
-            for move in (
-                lambda: capi.ggml_backend_tensor_set_async(
-                    backend.handle, made.handle, bytes(size), offset
-                ),
-                lambda: capi.ggml_backend_tensor_get_async(
-                    backend.handle, made.handle, bytearray(size), offset
-                ),
-                lambda: capi.ggml_backend_tensor_set_2d_async(
-                    backend.handle, made.handle, bytes(size), offset, size, 1, 0, 0
-                ),
-                lambda: capi.ggml_backend_tensor_get_2d_async(
-                    backend.handle, made.handle, bytearray(size), offset, size, 1, 0, 0
-                ),
-            ):
+            of, data, into = (backend.handle, made.handle), bytes(size), bytearray(size)
+            with pytest.raises(ValueError, match=f"'w', .*{text}"):
+                capi.ggml_backend_tensor_set_async(*of, data, offset)
+            with pytest.raises(ValueError, match=f"'w', .*{text}"):
+                capi.ggml_backend_tensor_get_async(*of, into, offset)
+            if has("ggml_backend_tensor_set_2d"):
                 with pytest.raises(ValueError, match=f"'w', .*{text}"):
-                    move()
+                    capi.ggml_backend_tensor_set_2d_async(*of, data, offset, size, 1, 0, 0)
+                with pytest.raises(ValueError, match=f"'w', .*{text}"):
+                    capi.ggml_backend_tensor_get_2d_async(*of, into, offset, size, 1, 0, 0)
             assert made.data() == before
 
         refuse("begins at its first byte only", case.row // 2, case.row // 2)
@@ -258,10 +248,11 @@ def test_asynchronous_moves_are_of_the_whole_or_refused(made: Made) -> None:
             return
         if case.unit > 1:
             refuse("multiples of", 0, case.unit - 1)
-        with pytest.raises(ValueError, match="begins at its first byte only"):
-            capi.ggml_backend_tensor_get_2d_async(
-                backend.handle, made.handle, bytearray(2), 0, 1, 2, 1, 1
-            )
+        if has("ggml_backend_tensor_set_2d"):
+            with pytest.raises(ValueError, match="begins at its first byte only"):
+                capi.ggml_backend_tensor_get_2d_async(
+                    backend.handle, made.handle, bytearray(2), 0, 1, 2, 1, 1
+                )
         capi.ggml_backend_tensor_set_async(backend.handle, made.handle, whole, 0)
         into = bytearray(case.nbytes)
         capi.ggml_backend_tensor_get_async(backend.handle, made.handle, into, 0)
@@ -303,23 +294,23 @@ def test_what_is_cut_is_copied_into_as_a_whole(made: Made) -> None:
                 capi.ggml_backend_tensor_copy(source.handle, turned.handle)
 
 
-def test_a_view_of_what_is_cut_is_refused(make: Callable[[Case], Made], cpu: Any) -> None:
+def test_a_view_of_what_is_cut_is_refused(make: Callable[[Case], Made]) -> None:
     """It may narrow each device's own share, and is known until other graphs are computed only."""
     made = make(Case((2, 6, 4), "f16", SplitState.split(1, [4, 2])))
     views = [made.tensor[1:], ops.reshape_1d(made.tensor, 48), ops.transpose(made.tensor)]
     capi.ggml_backend_view_init(views[0].handle)
     with made.device.init_backend(1) as backend:
         for one in views:
-            for move in (
-                lambda one=one: capi.ggml_backend_tensor_get(one.handle, bytearray(8), 0),
-                lambda one=one: capi.ggml_backend_tensor_set(one.handle, bytes(one.nbytes), 0),
-                lambda one=one: capi.ggml_backend_tensor_set_2d(
-                    one.handle, bytes(32), 0, 16, 2, 16, 16
-                ),
-                lambda one=one: capi.ggml_backend_tensor_memset(one.handle, 0, 0, 8),
-            ):
-                with pytest.raises(ValueError, match=r"a view of 'w', split along axis 1: ggml "):
-                    move()
+            said = "a view of 'w', split along axis 1: ggml "
+            with pytest.raises(ValueError, match=said):
+                capi.ggml_backend_tensor_get(one.handle, bytearray(8), 0)
+            with pytest.raises(ValueError, match=said):
+                capi.ggml_backend_tensor_set(one.handle, bytes(one.nbytes), 0)
+            with pytest.raises(ValueError, match=said):
+                capi.ggml_backend_tensor_memset(one.handle, 0, 0, 8)
+            if has("ggml_backend_tensor_set_2d"):
+                with pytest.raises(ValueError, match=said):
+                    capi.ggml_backend_tensor_set_2d(one.handle, bytes(32), 0, 16, 2, 16, 16)
         with pytest.raises(ValueError, match=r"a view of 'w', split along axis 1: ggml forgets"):
             capi.ggml_backend_tensor_get_async(
                 backend.handle, views[0].handle, bytearray(views[0].nbytes), 0
@@ -341,6 +332,33 @@ def test_a_view_that_ggml_has_forgotten(make: Callable[[Case], Made]) -> None:
     with pytest.raises(ValueError, match="ggml forgets its views"):
         capi.ggml_backend_tensor_get(view.handle, bytearray(view.nbytes), 0)
     np.testing.assert_array_equal(view.numpy(), made.numbers[1:])
+
+
+def test_a_result_that_ggml_has_forgotten(make: Callable[[Case], Made]) -> None:
+    """Where another graph is given its memory: it stands unallocated, and may be computed anew."""
+    made = make(CASES["columns"])
+    with made.device.init_backend(1) as backend, Arena(backend.handle) as arena:
+        allocator = capi.ggml_gallocr_new(capi.ggml_backend_get_default_buffer_type(backend.handle))
+        arena.callback(capi.ggml_gallocr_free, allocator)
+        graphs = []
+        for _ in range(3):
+            ctx = arena.context()
+            x = arena.tensor(4, 2, ctx=ctx)
+            capi.ggml_set_input(x)
+            result = capi.ggml_mul_mat(ctx, made.handle, x)
+            capi.ggml_set_output(result)
+            graphs.append((arena.graph(ctx, result, allocate=False), x, result))
+        for i in (0, 1, 2, 0, 0, 2):
+            graph, x, result = graphs[i]
+            capi.ggml_gallocr_alloc_graph(allocator, graph)
+            numbers = np.full((2, 4), i, np.float32)
+            capi.ggml_backend_tensor_set(x, numbers, 0)
+            capi.ggml_backend_graph_compute(backend.handle, graph)
+            found = np.zeros((2, 6), np.float32)
+            capi.ggml_backend_tensor_get(result, found, 0)
+            np.testing.assert_array_equal(found, numbers @ made.numbers.T)
+            for k in {0, 1, 2} - {i}:
+                assert not graphs[k][2].data and not graphs[k][2].buffer
 
 
 def test_an_answer_holds_for_the_tensor_that_it_was_about(make: Callable[[Case], Made]) -> None:
@@ -570,7 +588,7 @@ def test_within_an_operation_that_the_device_computes(make: Callable[[Case], Mad
     made.tensor[2].set(np.zeros(4))
 
 
-def test_a_device_that_others_have_made(cpu: Any) -> None:
+def test_a_device_that_others_have_made() -> None:
     """Through capi, with no turns: parts are read and written as well."""
     function = SplitState.split(1, [1, 5])
     cpus = [capi.ggml_backend_dev_by_name("CPU")] * 2
