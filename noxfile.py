@@ -61,7 +61,7 @@ VULKAN_HEADERS = (1, 3, 275)
 
 #: The releases of ggml that the package is built and tested with: versions of libggml-python.
 RELEASES = ("0.9.11", "0.13.1", "0.15.3", "0.16.0", "0.17.0.post1", "0.20.2.post1")
-#: The tests of capi, of the guard, of the backend family and of the objects.
+#: The tests of capi, of the guard, of the backend family, of the objects and of the planner.
 ON_RELEASES = (
     *("capi", "overrides", "requirements", "callbacks", "nesting", "logs"),
     *("aborts", "errors", "limits", "plans"),
@@ -70,6 +70,7 @@ ON_RELEASES = (
     *("context", "tensor", "indexing", "operators", "graph", "scheduler"),
     *("custom", "placement", "lifetimes", "quants", "gguf", "gguf_load", "gguf_writer"),
     *("training", "training_files"),
+    *("planner", "policies", "compare", "split_command", "progress"),
     *("info", "public_api"),
 )
 
@@ -441,6 +442,7 @@ def releases(session: nox.Session) -> None:
         session.run(
             *("python", "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={found}", *PARALLEL),
             *(f"tests/test_{tests}.py" for tests in ON_RELEASES),
+            "tests/fuzz/test_planned.py",
             env={**environ, "GGML_CFFI_CI": "1"},
             success_codes=(0, 1),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _release import PINNED, needs_meta
+from _release import PINNED, needs, needs_meta
 
 from ggml_cffi import Context, Graph, SplitError, capi, enums, ffi, ops
 from ggml_cffi._handles import address
@@ -261,7 +261,15 @@ def test_gate_and_up_that_are_cut_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [segments(1, [[4, 2]], [2]), segments(1, [[4, 2], [4, 2]])], ids=["nr", "segments"]
+    "state",
+    [
+        pytest.param(
+            segments(1, [[4, 2]], [2]),
+            marks=needs("struct ggml_backend_meta_split_state.nr"),
+            id="nr",
+        ),
+        pytest.param(segments(1, [[4, 2], [4, 2]]), id="segments"),
+    ],
 )
 def test_gate_and_up_in_segments(state: SplitState) -> None:
     case = Case(x=FUSED["x"], w=((12, 8), state), down=((5, 6), split(0, [4, 2])))

@@ -252,6 +252,9 @@ def judge(made: Example, counts: Counter[str], strict: bool, workers: bool) -> N
     word = "refused" if mended or GIVES_UP.search(refusal) else "accepted"
     called = {r.function for r in made.program.records if isinstance(r, Call)}
     counts.update(f"{word} call {function}" for function in called)
+    if word == "refused":
+        at = f"ggml_{_op(mended or refusal).lower()}"
+        counts.update(f"refused at {name}" for name in called if name.startswith(at))
     aborts = GIVES_UP.search(refusal)
     if aborts:
         counts["refused: ggml aborts"] += 1

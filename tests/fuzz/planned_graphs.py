@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from _release import has
 from operations import OPERATIONS, Recipe
 from programs import BF16, F16, F32, I32, Builder, Call, Drawn, Leaf
 
@@ -18,6 +19,9 @@ from ggml_cffi.meta import SplitState
 
 Q8_0, Q4_0 = capi.GGML_TYPE_Q8_0, capi.GGML_TYPE_Q4_0
 WEIGHTS = (F32, F32, F16, BF16, Q8_0, Q4_0)
+
+
+HAS_REPEATS = has("struct ggml_backend_meta_split_state.nr")
 
 
 class Placed(NamedTuple):
@@ -96,7 +100,7 @@ class PlannedBuilder(Builder):
         """Each part of the axis is cut by itself, and stands once or twice."""
         rows, repeats = [], []
         for n in lengths:
-            nr = 2 if n % (2 * unit) == 0 and self.choose(2) else 1
+            nr = 2 if n % (2 * unit) == 0 and self.choose(2) and HAS_REPEATS else 1
             rows.append(self.shares(n // nr, unit))
             repeats.append(nr)
         return Placed(True, SplitState.segments(axis, rows, repeats))
@@ -211,6 +215,15 @@ class PlannedBuilder(Builder):
         return None
 
 
+def _segments(rows: Sequence[Sequence[int]], repeats: Sequence[int] = ()) -> Placed:
+    """Of the rows of a weight; repeats are segments of their own where ggml has none."""
+    repeats = repeats or [1] * len(rows)
+    if not HAS_REPEATS:
+        rows = [row for row, nr in zip(rows, repeats, strict=True) for _ in range(nr)]
+        repeats = [1] * len(rows)
+    return Placed(True, SplitState.segments(1, rows, repeats))
+
+
 def _parts(guess: Guess, d: int) -> tuple[int, ...]:
     return tuple(n // d for n in guess.shares)
 
@@ -300,8 +313,8 @@ def fused_gate_and_up(b: PlannedBuilder) -> Drawn:
     n = b.one_of((32, 64, 8))
     shares = b.shares(n, 8)
     place = (
-        Placed(True, SplitState.segments(1, [shares], [2])),
-        Placed(True, SplitState.segments(1, [shares, shares])),
+        _segments([shares], [2]),
+        _segments([shares, shares]),
         b.cut(1, 2 * n),
     )[b.choose(3)]
     both = _column(b, x, 2 * n, place)
@@ -361,8 +374,8 @@ def fused_attention(b: PlannedBuilder) -> Drawn:
     rows = [[s * factor * d for s in shares] for factor in (group, 1, 1)]
     place = b.one_of(
         (
-            Placed(True, SplitState.segments(1, rows)),
-            Placed(True, SplitState.segments(1, rows[:2], [1, 2])),
+            _segments(rows),
+            _segments(rows[:2], [1, 2]),
             b.cut(1, (group + 2) * kv * d),
         )
     )
