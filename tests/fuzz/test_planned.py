@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from _release import PINNED
+from _release import PINNED, needs
 from hypothesis import given
 from hypothesis import strategies as st
 from planned_graphs import FUNCTIONS, PARTS
@@ -21,9 +21,7 @@ from test_fuzz import ASKED, EXAMPLES, examples, extents, seeds
 from ggml_cffi import capi
 from ggml_cffi.meta._rules import RULES
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices"
-)
+pytestmark = needs("0.15: meta devices that cut what RESHAPE and CONT make as the table says")
 
 OFTEN = [*PARTS] * 24 + ["ggml_add", "ggml_mul", "ggml_rms_norm", "ggml_cont", "ggml_scale"] * 8
 
