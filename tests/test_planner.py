@@ -390,6 +390,39 @@ def test_a_row_parallel_product_of_which_a_device_has_no_share() -> None:
     case.check(build)
 
 
+def meanwhile(w: Any, x: Any, m: Any) -> Any:
+    """What is computed between a product and its sum is used after the sum as well."""
+    product, other = ops.mul_mat(w, x), ops.relu(m)
+    return product * other + other
+
+
+def meanwhile_in_place(w: Any, x: Any, m: Any) -> Any:
+    """What is written between a product and its sum is seen after the sum by another view."""
+    before = ops.scale(m, 2.0)
+    used = ops.sqr(before)
+    written = ops.mul_mat(w, x) * ops.relu_inplace(before)
+    return used, written + ops.view_2d(before, 5, 3, before.handle.nb[1], 0)
+
+
+@pytest.mark.parametrize("build", [meanwhile, meanwhile_in_place])
+@pytest.mark.parametrize("shares", [[0, 8], [8, 0], [0, 5, 3]], ids=str)
+def test_what_is_computed_before_a_sum_that_a_device_has_no_share_of(
+    build: Callable[..., Any], shares: list[int]
+) -> None:
+    """ggml leaves that out on this device."""
+    state = split(0, shares)
+    case = Case(len(shares), w=((5, 8), state), x=((3, 8), state), m=((3, 5), WHOLE))
+    case.mended(build, "leaves out what is computed")
+
+
+def test_what_is_computed_before_a_sum_that_all_devices_have_a_share_of() -> None:
+    case = row_parallel(m=((3, 5), WHOLE))
+    case.check(meanwhile)
+    with Context() as context:
+        plan = case.meta.plan(case.graph(context, case.meta, meanwhile), mend=False)
+    assert not any(one.is_copy for one in plan.tensors)
+
+
 def test_one_element_that_one_of_the_devices_has_is_not_read() -> None:
     case = Case(a=((8, 4), split(0, [0, 4])))
     narrow = lambda a: ops.view_2d(ops.scale(a, 2.0), 1, 8, a.strides[0], 12)  # noqa: E731

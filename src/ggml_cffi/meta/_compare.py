@@ -21,7 +21,7 @@ from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
 from ._nodes import op_name
-from ._planner import VIEWS
+from ._rules import VIEWS
 from ._split import SplitState
 
 if TYPE_CHECKING:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from . import _rules
 from ._layout import Layout, layout_of
-from ._reduce import all_reduces, needing_a_barrier
-from ._rules import MIRRORED, GivesUp, Kind, Node, Operand, State, Step, Wrong
+from ._reduce import all_reduces, lacks_a_share, needing_a_barrier
+from ._rules import MIRRORED, VIEWS, GivesUp, Kind, Node, Operand, State, Step, Wrong
 from ._split import MAX_DIMS, SplitAxis, SplitState
 from ._views import Memory, held_by_view
-
-#: Operations that make a view of their first operand.
-VIEWS = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
 
 
 class Refusal(Exception):
@@ -238,15 +235,15 @@ def mended(
     if in_place:
         _check_in_place(splits, in_place)
     found = Mended(splits, list(range(len(nodes))), {}, list(outputs), _all_reduces(splits))
-    early = _early(found)
-    needed = _needed(found, early)
+    late = _late(found)
+    needed = _needed(found, late)
     if needed and not mend:
         i, why = next(iter(sorted(needed.items())))
         raise Refusal(i, _refused(splits, i, f"{why}; a copy (cont) in its place mends it"))
     if needed:
         found = _with_copies(found, needed, known)
-        early = _early(found)
-    _check_sums(found, early)
+        late = _late(found)
+    _check_sums(found, late)
     _check_reads(found)
     return found
 
@@ -255,8 +252,8 @@ def _all_reduces(splits: Splits) -> dict[int, int]:
     return all_reduces(splits.nodes, splits.states)
 
 
-def _early(found: Mended) -> list[int]:
-    """The sums whose addends would be used, or read, before they are added up."""
+def _late(found: Mended) -> dict[int, str]:
+    """The sums that are made too late, and why."""
     splits = found.splits
     return needing_a_barrier(splits.nodes, splits.states, found.outputs, found.reduces)
 
@@ -270,21 +267,16 @@ def not_computed(found: Mended) -> list[int]:
     nodes, states = found.splits.nodes, found.splits.states
     places: dict[int, None] = {}
     for i, last in found.reduces.items():
-        operands = [states[one] for one in nodes[i].operands if one is not None]
-        if any(0 in one.told.shares for one in operands if one is not None and one.told.is_split):
+        if lacks_a_share(nodes[i], states):
             places |= {i: None, last: None}
     return list(places)
 
 
-def _needed(found: Mended, early: Iterable[int]) -> dict[int, str]:
+def _needed(found: Mended, late: Mapping[int, str]) -> dict[int, str]:
     """The tensors that copies are needed of, and why."""
     splits = found.splits
     as_they_are = {splits.nodes[i].operands[0] for i in _partial_biases(splits)}
-    needed = {
-        i: "its addends would be used, or read, before they are added up"
-        for i in early
-        if i not in as_they_are
-    }
+    needed = {i: why for i, why in late.items() if i not in as_they_are}
     for i in found.outputs:
         node, state = splits.nodes[i], splits.states[i]
         if state is not None and node.root is not None and i not in needed:
@@ -311,11 +303,11 @@ def _is_partial(splits: Splits, i: int | None) -> bool:
     return state is not None and state.axis == SplitAxis.PARTIAL
 
 
-def _check_sums(found: Mended, early: Iterable[int]) -> None:
-    """Raise Refusal where addends would still be used before they are added up."""
+def _check_sums(found: Mended, late: Mapping[int, str]) -> None:
+    """Raise Refusal where a sum would still be made too late."""
     splits = found.splits
-    for i in early:
-        raise Refusal(i, _refused(splits, i, "its addends would be used before they are added up"))
+    for i, why in late.items():
+        raise Refusal(i, _refused(splits, i, why))
     for i in _partial_biases(splits):
         product = splits.nodes[i].operands[0]
         if product is None or not product < i <= found.reduces.get(product, -1):

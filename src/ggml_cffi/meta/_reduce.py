@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from ._rules import Node, State
+from ._rules import VIEWS, Node, State
 from ._split import SplitAxis
 
 
@@ -39,21 +39,38 @@ def needing_a_barrier(
     states: Sequence[State | None],
     outputs: Collection[int],
     reduces: Mapping[int, int],
-) -> list[int]:
-    """The partial results that would be used, or read, before they are added up.
+) -> dict[int, str]:
+    """The partial results that ggml adds up too late, and why that is wrong.
 
     `reduces` is what `all_reduces` finds. A copy of such a result (``ggml_cont``) that is used in
     its place makes it right.
     """
     users = _users(nodes) if any(i != last for i, last in reduces.items()) else {}
-    found = []
+    found = {}
     for i, state in enumerate(states):
         if state is None or state.told.axis != SplitAxis.PARTIAL or nodes[i].op == "NONE":
             continue
         last = reduces.get(i)
-        if last is None or i in outputs or not _is_safe(i, last, nodes, users, outputs):
-            found.append(i)
+        if last is None or i in outputs:
+            found[i] = _EARLY
+        elif last != i:
+            computed = not lacks_a_share(nodes[i], states)
+            if why := _why_not_later(i, last, nodes, users, outputs, computed):
+                found[i] = why
     return found
+
+
+_EARLY = "its addends would be used, or read, before they are added up"
+_LEFT_OUT = (
+    "a device without a share leaves out what is computed before the addends are added up, and "
+    "that is used later, or read"
+)
+
+
+def lacks_a_share(node: Node, states: Sequence[State | None]) -> bool:
+    """Whether a device has no element of what this is made of, so that it does not compute it."""
+    operands = [states[one] for one in node.operands if one is not None]
+    return any(0 in one.told.shares for one in operands if one is not None and one.told.is_split)
 
 
 def _uses(node: Node) -> Iterator[int]:
@@ -70,22 +87,38 @@ def _users(nodes: Sequence[Node]) -> dict[int, list[int]]:
     return users
 
 
-def _is_safe(
+def _why_not_later(
     first: int,
     last: int,
     nodes: Sequence[Node],
     users: dict[int, list[int]],
     outputs: Collection[int],
-) -> bool:
-    """Whether what is made of a partial result before it is added up leads to `last` alone."""
+    computed: bool,
+) -> str:
+    """What is wrong with adding up a partial result only after `last`; "" if nothing is.
+
+    What is made of it before must lead to `last` alone. Unless all devices have a share of it
+    (`computed`), nor may anything else be used later that is computed meanwhile: a device without
+    one computes nothing up to `last`.
+    """
     early = {first}
     for i in range(first + 1, last + 1):
         if not early.isdisjoint(_uses(nodes[i])):
             early.add(i)
-    if last not in early:
-        return False
     inner = early - {last}
-    return not inner.intersection(outputs) and all(set(users.get(i, ())) <= early for i in inner)
+    if last not in early or not inner.isdisjoint(outputs):
+        return _EARLY
+    if not all(set(users.get(i, ())) <= early for i in inner):
+        return _EARLY
+    if computed:
+        return ""
+    for i in range(first, last):
+        if i in early or nodes[i].op == "NONE":
+            continue
+        writes = nodes[i].root is not None and nodes[i].op not in VIEWS
+        if writes or i in outputs or any(user > last for user in users.get(i, ())):
+            return _LEFT_OUT
+    return ""
 
 
 class _Walk:

@@ -19,6 +19,9 @@ from ._split import MAX_DIMS, SplitAxis, SplitState
 
 MIRRORED, PARTIAL = SplitState.mirrored(), SplitState.partial()
 
+#: Operations that make a view of their first operand.
+VIEWS = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
+
 
 class GivesUp(Exception):
     """ggml aborts: why, in words, and the condition that its message names."""
