@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _compute import Arena
+from _release import needs_meta
 from splits import Limit
 
 from ggml_cffi import AbortError, capi, device
@@ -148,6 +149,7 @@ def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
         galloc = capi.ggml_gallocr_new(buft)
         closing.callback(capi.ggml_gallocr_free, galloc)
         capi.ggml_gallocr_alloc_graph(galloc, graph)
+        capi.ggml_backend_buffer_clear(result.buffer, 0)  # of what was right before
         capi.ggml_backend_graph_compute(backend.handle, graph)
         found = np.empty(list(result.ne)[::-1], np.float32)
         capi.ggml_backend_tensor_get(result, found, 0)
@@ -198,7 +200,7 @@ WRONG = {
 }
 
 
-@pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
+@needs_meta
 @pytest.mark.parametrize("what", WRONG, ids=lambda what: what.value)
 def test_a_graph_that_a_meta_device_gets_wrong(what):
     """If this fails, ggml has been mended: it goes from `Limit` and from docs/limits.md."""
@@ -213,7 +215,27 @@ def test_a_graph_that_a_meta_device_gets_wrong(what):
     np.testing.assert_allclose(spread(mended), wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(not hasattr(capi, "ggml_backend_meta_device"), reason="no meta devices")
+@needs_meta
+def test_what_a_device_without_a_share_leaves_out():
+    """All before a sum that is put off. If this fails, ggml has been mended, and the row can go."""
+    leaves = [numbers(4, 8), numbers(3, 8), numbers(3, 4)]
+
+    def build(ctx: Any, w: Any, x: Any, m: Any) -> Any:
+        product = capi.ggml_mul_mat(ctx, w, x)
+        between = capi.ggml_sqr(ctx, m)
+        return capi.ggml_add(ctx, capi.ggml_mul(ctx, product, between), between)
+
+    def spread(shares: list[int]) -> np.ndarray:
+        cuts = [SplitState.split(0, shares), SplitState.split(0, shares), MIRRORED]
+        with MetaDevice(["CPU", "CPU"], lambda info, n: cuts[int(info.name)], "raise") as meta:
+            return on(meta, leaves, build)
+
+    wanted = on(device("CPU"), leaves, build)
+    np.testing.assert_allclose(spread([4, 4]), wanted, rtol=0, atol=1e-5)
+    assert not np.allclose(spread([0, 8]), wanted, rtol=0, atol=1e-2)
+
+
+@needs_meta
 @pytest.mark.parametrize(
     ("leaves", "cuts", "build", "told"),
     [
