@@ -779,9 +779,9 @@ def test_writing_into_a_static_tensor(n_devs, rng, way, axis):
             cache = capi.ggml_cont(ctx, cache)
             capi.ggml_set_output(cache)
         if way == "set_rows":
-            return capi.ggml_set_rows(ctx, cache, values, rows)
+            return [capi.ggml_set_rows(ctx, cache, values, rows), cache]
         if way == "in place":
-            return capi.ggml_relu_inplace(ctx, cache)
+            return [capi.ggml_relu_inplace(ctx, cache), cache]
         view = capi.ggml_view_2d(ctx, cache, 12, 2, cache.nb[1], 3 * cache.nb[1])
         return [capi.ggml_cpy(ctx, values, view), cache]
 

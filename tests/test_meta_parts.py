@@ -691,3 +691,39 @@ def test_a_cache_that_a_graph_writes_too() -> None:
         assert not lost
         np.testing.assert_array_equal(cache.numpy(), expected)
         np.testing.assert_array_equal(cache[2:, 14:18].numpy(), expected[2:, 14:18])
+
+
+@pytest.mark.rpc
+def test_a_result_in_place_is_read_from_where_it_is_written() -> None:
+    """It is a view of the cache, which ggml forgets where other graphs that have one run."""
+
+    def split(info: Any, n_devs: int) -> SplitState:
+        return SplitState.split({"cache": 0, "up": 1}[info.name], [6, 2])
+
+    with (
+        MetaDevice(list(_backends.workers(2)), split, "raise") as device,
+        device.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        cache, up = arena.weight(8, 4, name="cache"), arena.weight(8, 8, name="up")
+        expected = np.zeros((4, 8), np.float32)
+        capi.ggml_backend_tensor_set(cache, expected, 0)
+        capi.ggml_backend_tensor_set(up, np.eye(8, dtype=np.float32), 0)
+        results = []
+        for i in range(3):
+            ctx = arena.context()
+            x, row = arena.tensor(8, ctx=ctx), arena.tensor(1, type=capi.GGML_TYPE_I64, ctx=ctx)
+            for one in (x, row):
+                capi.ggml_set_input(one)
+            results.append(capi.ggml_set_rows(ctx, cache, capi.ggml_mul_mat(ctx, up, x), row))
+            graph = arena.graph(ctx, results[-1])
+            capi.ggml_backend_tensor_set(x, np.full(8, i + 1, np.float32), 0)
+            capi.ggml_backend_tensor_set(row, np.array([i]), 0)
+            capi.ggml_backend_graph_compute(backend.handle, graph)
+            expected[i] = i + 1
+            found = np.zeros((4, 8), np.float32)
+            capi.ggml_backend_tensor_get(cache, found, 0)
+            np.testing.assert_array_equal(found, expected)
+            for one in results:
+                with pytest.raises(ValueError, match="ggml forgets its views, so read and write"):
+                    capi.ggml_backend_tensor_get(one, found, 0)
