@@ -913,6 +913,7 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
         close(compute(meta, graph, tensors[-1]), slices.expected[0])
 
 
+@pytest.mark.own_memory
 @pytest.mark.parametrize("mend", [True, False])
 def test_views_of_weights_in_many_graphs(n_devs, rng, mend):
     """Each allocation takes from a pool that only a computation empties."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from spread import WRONG_ANSWERS
 from ggml_cffi import capi
 
 ASKED = int(os.environ.get("GGML_CFFI_FUZZ") or 0)
-EXAMPLES = ASKED or 300
+SANITIZED = "libasan" in Path("/proc/self/maps").read_text(encoding="utf-8")
+EXAMPLES = ASKED or (140 if SANITIZED else 300)  # where all takes several times as long
 NODES = 30
 
 pytestmark = pytest.mark.skipif(

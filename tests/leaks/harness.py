@@ -14,7 +14,6 @@ from typing import Any
 
 from ggml_cffi import _callbacks, buffer, diagnostics, lib, meta
 
-N = 1000
 #: At most: what malloc cannot give back because a neighbour is in use comes and goes, and it may
 #: take as long until it goes.
 BATCHES = 12
@@ -32,6 +31,8 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 FEW_PAGES = 4 * _PAGE  # no reason to look again
 #: A sanitizer's malloc keeps what is freed for a while, and glibc's knows nothing of it.
 SANITIZED = "libasan" in Path("/proc/self/maps").read_text(encoding="utf-8")
+#: Cycles. Under a sanitizer they take several times as long, and find what each does wrong at once.
+N = 200 if SANITIZED else 1000
 EXACT = not SANITIZED and hasattr(libc, "mallinfo2")  # glibc 2.33
 if EXACT:
     libc.mallinfo2.restype = _MallInfo
