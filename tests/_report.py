@@ -80,14 +80,18 @@ def row(backend: str, ggml: str, device: str, tests: Results, date: str) -> list
 
 
 def lacks(tests: Results) -> str:
-    """The operations that the backend lacks in part or as a whole, most of them first to lack."""
+    """The operations that the backend lacks as a whole, or has, if these are fewer; or in part."""
     whole = [name for name, count in tests.unsupported.items() if count == tests.cases[name]]
     part = [
         f"{name} ({count} of {tests.cases[name]})"
         for name, count in sorted(tests.unsupported.items())
         if name not in whole
     ]
-    said = [f"all of {', '.join(sorted(whole))}"] if whole else []
+    rest = sorted(set(tests.cases) - set(whole))
+    if len(whole) > len(rest):
+        said = [f"all but {', '.join(rest)}"] if rest else ["all"]
+    else:
+        said = [f"all of {', '.join(sorted(whole))}"] if whole else []
     return "; ".join([*said, *([f"some of {', '.join(part)}"] if part else [])])
 
 

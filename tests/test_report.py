@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from pathlib import Path
 
 import _backends
@@ -58,6 +59,23 @@ def test_what_a_run_said_is_counted_apart(run: _report.Results) -> None:
     assert not run.good
     assert not run.absent
     assert _report.lacks(run) == "all of pad; some of add (1 of 2)"
+
+
+@pytest.mark.parametrize(
+    ("cases", "unsupported", "said"),
+    [
+        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3}, "all but b"),
+        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 3}, "all but b; some of b (1 of 2)"),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "all"),
+        ({"a": 1, "b": 2}, {"a": 1}, "all of a"),
+        ({"a": 1}, {}, ""),
+    ],
+)
+def test_what_a_backend_lacks_is_said_shortly(
+    cases: dict[str, int], unsupported: dict[str, int], said: str
+) -> None:
+    run = _report.Results(cases=Counter(cases), unsupported=Counter(unsupported))
+    assert _report.lacks(run) == said
 
 
 def test_a_run_is_good_where_nothing_failed_and_all_that_was_left_out_has_a_reason() -> None:
