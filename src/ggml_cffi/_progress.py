@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 Tell: TypeAlias = Callable[[int, int], object]
 """A function of how much is done and how much there is."""
-Progress: TypeAlias = "Tell | bool | None"
+Progress: TypeAlias = Tell | bool | None
 """A function to tell, or whether to show a bar; None: where there is a terminal for it."""
 
 DELAY = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Sequence
-from functools import cache
 
 from .. import capi
 from .._handles import addresses
@@ -21,7 +20,6 @@ _POINTER = _NUMBERS[ffi.sizeof("void *")]
 _POINTERS = [struct.Struct(f"={n}{_POINTER}") for n in range(capi.GGML_MAX_SRC + 1)]
 
 
-@cache
 def _record() -> struct.Struct:
     """The `_FIELDS` of `struct ggml_tensor`, which must be in this order there."""
     fields = dict(ffi.typeof("struct ggml_tensor").fields)
@@ -36,11 +34,14 @@ def _record() -> struct.Struct:
     return struct.Struct(code)
 
 
+_RECORD = _record()
+
+
 def nodes_of(order: Sequence[types.ggml_tensor]) -> list[Node]:
     """The nodes of tensors, which are in order of computation, with all that they are made from."""
     numbers: dict[int, int | None] = {one: i for i, one in enumerate(addresses(order))}
     numbers[0] = None
-    read = _record().unpack_from
+    read = _RECORD.unpack_from
     size = _POINTERS[1].size
     kinds: dict[Hashable, Kind] = {}
     nodes = []
