@@ -32,7 +32,7 @@ FEW_PAGES = 4 * _PAGE  # no reason to look again
 #: A sanitizer's malloc keeps what is freed for a while, and glibc's knows nothing of it.
 SANITIZED = "libasan" in Path("/proc/self/maps").read_text(encoding="utf-8")
 #: Cycles. Under a sanitizer they take several times as long, and find what each does wrong at once.
-N = 200 if SANITIZED else 1000
+N = 100 if SANITIZED else 1000
 EXACT = not SANITIZED and hasattr(libc, "mallinfo2")  # glibc 2.33
 if EXACT:
     libc.mallinfo2.restype = _MallInfo
