@@ -140,7 +140,7 @@ ABORTS = {
         Cost("throw", operands_that_do_not_fit),
         Cost("throw", memory_of_a_context),
         Cost("throw", alignment_of_a_gguf),
-        Cost("throw", sum_along_the_cut),
+        Cost("throw", sum_along_the_cut, N // 10),  # it reserves gigabytes of addresses
         Cost("throw", copy_of_a_graph_without_memory),
         Cost("throw", optimiser_without_outputs),
         Cost("throw", file_of_a_tensor_without_data, 100),
