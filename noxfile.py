@@ -448,7 +448,8 @@ def releases(session: nox.Session) -> None:
         found = Path(session.create_tmp()) / f"{name}.xml"
         # What is skipped for want of something else than the release is a failure here, as in CI.
         session.run(
-            *("python", "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={found}", *PARALLEL),
+            *("python", "-m", "pytest", "-q", "-m", "not slow and not rpc", *PARALLEL),
+            f"--junitxml={found}",
             *(f"tests/test_{tests}.py" for tests in ON_RELEASES),
             "tests/fuzz/test_planned.py",
             env={**environ, "GGML_CFFI_CI": "1"},
