@@ -173,7 +173,7 @@ def require_support(device: Any, nodes: Any) -> None:
 
 #: Operations that ggml aborts over, though all of their operands are mirrored.
 WITHOUT_RULE = {"arange", "col2im_1d", "flash_attn_ext", "lightning_indexer"}
-#: What this package does not let a meta device do; META.md, section 2.
+#: What this package does not let a meta device do.
 _OURS = ("is static on a meta device", "is a part of a meta device's tensor")
 
 

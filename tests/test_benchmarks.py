@@ -157,7 +157,7 @@ def test_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rpc_counts_the_copies_of_an_all_reduce() -> None:
-    """What ggml's fallback does: META.md, section 4."""
+    """What ggml's fallback does."""
     from benchmarks import rpc
 
     counts = {1: 0, 2: 2, 3: 4, 4: 8, 5: 10, 6: 12, 8: 24, 16: 64}

@@ -41,6 +41,24 @@ def feed_forward(ctx: Context, device: MetaDevice) -> Any:
     return y
 
 
+def test_what_is_no_graph_or_no_meta_device() -> None:
+    with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
+        y = feed_forward(ctx, device)
+        with pytest.raises(TypeError, match=r"graph is <Tensor 'y'.*expected a Graph"):
+            compare(y, device)
+        with pytest.raises(TypeError, match=r"graph is <Tensor 'y'.*expected a Graph"):
+            device.plan(y)
+        with pytest.raises(TypeError, match=r"meta is 'CPU'.*expected a MetaDevice"):
+            compare(Graph(y), "CPU")  # type: ignore[arg-type]
+
+
+def test_an_input_that_is_not_there() -> None:
+    with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
+        graph = Graph(feed_forward(ctx, device))
+        with pytest.raises(TypeError, match="unknown inputs: 'token'"):
+            compare(graph, device, inputs={"token": [7, 99, 0, 1, 2]})
+
+
 @pytest.mark.parametrize("inputs", [None, {"tokens": [7, 99, 0, 1, 2]}])
 def test_all_results_are_compared(inputs: Any) -> None:
     with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:

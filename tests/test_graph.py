@@ -147,7 +147,7 @@ def test_what_a_meta_device_cannot_cut_is_named(ctx: Context) -> None:
         product.name = "product"
         text = (
             r"MUL_MAT 'product' of 'w' \(6, 8\), split along axis 0 4\+4; "
-            r"'x' \(3, 8\), mirrored: only both mirrored, .* \(ggml would abort: fatal error\)"
+            r"'x' \(3, 8\), mirrored: a weight goes with .* \(ggml would abort: fatal error\)"
         )
         before = diagnostics.live_handles()
         with pytest.raises(SplitError, match=text):

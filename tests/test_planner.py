@@ -17,7 +17,7 @@ from _release import PINNED, needs, needs_meta, not_here
 from ggml_cffi import Context, Graph, SplitError, capi, enums, ffi, ops
 from ggml_cffi._handles import address
 from ggml_cffi.device import device
-from ggml_cffi.meta import MetaDevice, SplitState, _rules, policies
+from ggml_cffi.meta import MetaDevice, Plan, SplitState, _rules, policies
 from ggml_cffi.meta import plan as _plan
 from ggml_cffi.meta._layout import chunks, folded, layout_of, repeated, reshaped, unpermuted
 from ggml_cffi.meta._nodes import nodes_of
@@ -244,9 +244,25 @@ def test_a_sum_that_is_made_at_once_needs_no_copy() -> None:
     with Context() as context:
         graph = case.graph(context, case.meta, lambda w, x: ops.sqr(ops.mul_mat(w, x)))
         plan = case.meta.plan(graph, mend=False)
-        assert [one.after for one in plan.all_reduces] == [one.tensor for one in plan.all_reduces]
+        (made,) = plan.all_reduces
+        assert made.tensor == made.after == "MUL_MAT of 'w', 'x'"
         assert not any(one.is_copy for one in plan.tensors)
     case.check(lambda w, x: ops.sqr(ops.mul_mat(w, x)))
+
+
+def test_a_device_that_is_named_twice_has_its_memory_once() -> None:
+    free = 1000
+    made = Plan(("CPU", "CPU"), (), (), (0, 0), 501, (free, free))
+    assert not made.fits
+    assert Plan(("CPU", "GPU"), (), (), (0, 0), 501, (free, free)).fits
+    assert Plan(("CPU", "CPU"), (), (), (0, 0), 500, (free, free)).fits
+    assert Plan(("a", "a"), (), (), (0, 0), 501, (0, 0)).fits  # which do not say
+
+
+def test_heads_that_are_multiplied_by_mul_mat() -> None:
+    heads = split(2, [2, 1])
+    case = Case(k=((3, 4, 8), heads), q=((3, 5, 8), heads))
+    case.refused(lambda k, q: ops.mul_mat(k, q), "split by flash_attn_ext alone")
 
 
 def test_a_view_that_narrows_what_is_cut() -> None:

@@ -226,3 +226,59 @@ def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
     assert axes["ffn_up.weight"] == axes["ffn_gate.weight"] == {1}
     assert axes["ffn_down.weight"] == {0}
     assert axes["attn_q.weight"] == axes["attn_output.weight"] == {10}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: policies.Group(256, 0),
+            ValueError,
+            "Group: granularity is 0, expected at least 1",
+        ),
+        (lambda: policies.Group(0), ValueError, "Group: length is 0, expected at least 1"),
+        (lambda: policies.Group(2.5), ValueError, "length is 2.5"),
+        (lambda: policies.Rules([("up", policies.Column())], [1]), TypeError, "expected a Rule"),
+        (
+            lambda: policies.Rules([policies.Rule("up", "column")], [1]),
+            TypeError,
+            "the cut of 'up' is 'column', expected a Column",
+        ),
+        (
+            lambda: policies.Rules([policies.Rule("up", policies.Column)], [1]),
+            TypeError,
+            "expected a Column",
+        ),
+        (lambda: policies.gguf("m.gguf", [1]), TypeError, "file is 'm.gguf'.*expected a GGUFFile"),
+        (lambda: policies.hugging_face("c.json", [1]), TypeError, "expected a mapping"),
+    ],
+)
+def test_what_a_policy_cannot_be_made_of(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_models_have_no_rule_for_other_names(tmp_path: Path) -> None:
+    other = policies.by_ratio(1, [1, 1])
+    name, cut = weight("model.layers.9.mlp.up_proj.weight", 8, 16), SplitState.split(1, [8, 8])
+    policy = policies.hugging_face(CONFIG, [1, 1])
+    assert policy.why(name, 2) == "no rule names it"
+    assert policy(name, 2) == MIRRORED and (policy | other)(name, 2) == cut
+    norm = weight("model.layers.0.input_layernorm.weight", 8)
+    assert (policy | other).why(norm, 2) == "each device needs all of it"
+    with transformer(tmp_path / "a.gguf", heads=8, kv_heads=4, hidden=512) as file:
+        policy = policies.gguf(file, [1, 1])
+        assert (policy | other)(weight("v.blk.0.up.weight", 8, 16), 2) == cut
+        for known in ("token_embd", "blk.0.attn_norm", "output_norm", "blk.0.ffn_gate_inp"):
+            why = (policy | other).why(weight(f"{known}.weight", 8, 16), 2)
+            assert why == "each device needs all of it"
+
+
+def test_why_attention_is_whole() -> None:
+    query = weight("model.layers.0.self_attn.q_proj.weight", 256, 256)
+    for heads, n, why in (
+        ((8, 3), 2, "8 heads are no multiple of 3 KV heads"),
+        ((8, 2), 3, "2 KV heads are too few for 3 devices"),
+    ):
+        config = CONFIG | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+        assert policies.hugging_face(config, [1] * n).why(query, n) == why

@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether there is none."""
+        """Whether no result differs by more than its type's tolerance."""
         return self.first is None
 
     def __str__(self) -> str:
@@ -105,14 +105,21 @@ def compare(
     """
     from ..context import Context
     from ..graph import Graph
+    from .device import MetaDevice
 
     one = find_device(reference) if isinstance(reference, str) else reference
     if not isinstance(one, Device):
         raise TypeError(f"reference is {reference!r}, expected a Device or a name")
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph is {graph!r} ({type(graph).__name__}), expected a Graph")
+    if not isinstance(meta, MetaDevice):
+        raise TypeError(f"meta is {meta!r} ({type(meta).__name__}), expected a MetaDevice")
     with graph._open(), Context() as context:
         order = graph._order()
         chosen = [i for i, tensor in enumerate(order) if _is_result(tensor)]
         given = dict(inputs or {})
+        if strange := given.keys() - {tensor.name for tensor in graph.inputs}:
+            raise TypeError(f"unknown inputs: {', '.join(map(repr, sorted(strange)))}")
         for tensor in graph.inputs:
             if tensor.name not in given:
                 given[tensor.name] = _random(tensor, order, np.random.default_rng(seed))

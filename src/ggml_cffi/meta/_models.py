@@ -14,7 +14,7 @@ from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules
 if TYPE_CHECKING:
     from ..gguf import GGUFFile
 
-#: A feed-forward part is cut on multiples of this, whatever its type: see META.md, section 3.
+#: A feed-forward part is cut on multiples of this, whatever its type, as llama.cpp has it.
 FFN_STEP = 128
 
 
@@ -47,6 +47,14 @@ class Layer:
             return None
         return Group(self.heads * self.key_length, groups * rows)
 
+    def why_whole(self, n: int) -> str:
+        """Why the attention is not cut for so many devices."""
+        if self.kv_heads < n:
+            return f"{self.kv_heads} KV heads are too few for {n} devices"
+        if self.heads % self.kv_heads:
+            return f"{self.heads} heads are no multiple of {self.kv_heads} KV heads"
+        return f"{self.kv_heads} KV heads have too few whole blocks for {n} devices"
+
     def feed_forward(self, n: int) -> Group | None:
         """How the hidden units are shared out; None where there are too few."""
         for step in (math.lcm(self.ffn_block, FFN_STEP), self.ffn_block):
@@ -57,7 +65,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Names:
-    """The patterns of one naming scheme; ``(?P<layer>...)`` is in each but the last two."""
+    """The patterns of one naming scheme; ``{n}`` is the layer in each but the last two."""
 
     columns: str
     """Queries, keys and values, weights and biases."""
@@ -73,8 +81,10 @@ class Names:
     """Gate and up in one."""
     down: str
     down_bias: str
-    """The bias of experts' down."""
+    """The bias of experts' down, "" where there is none."""
     vocabulary: str
+    whole: str
+    """Embeddings, norms, routers and the biases of row-parallel products."""
 
 
 _GGUF = Names(
@@ -87,6 +97,10 @@ _GGUF = Names(
     down=r"blk\.{n}\.ffn_down(_exps)?\.weight",
     down_bias=r"blk\.{n}\.ffn_down_exps\.bias",
     vocabulary=r"output\.weight",
+    whole=(
+        r"(token_embd|position_embd|token_types|rope_freqs|rope_factors_\w+|.*norm|.*\.ffn_gate_inp)"
+        r"\.(weight|bias)|.*\.(attn_output|ffn_down)\.bias"
+    ),
 )
 _HUGGING_FACE = Names(
     columns=r"model\.layers\.{n}\.self_attn\.[qkv]_proj\.(weight|bias)",
@@ -102,8 +116,12 @@ _HUGGING_FACE = Names(
         r"model\.layers\.{n}\.(mlp\.down_proj"
         r"|block_sparse_moe\.experts\.\d+\.w2|mlp\.experts\.\d+\.down_proj)\.weight"
     ),
-    down_bias=r"(?!)",
+    down_bias="",
     vocabulary=r"lm_head\.weight",
+    whole=(
+        r"model\.embed_tokens\.weight|.*norm\.(weight|bias)|.*\.rotary_emb\..*"
+        r"|.*\.gate\.weight|.*\.(o_proj|down_proj)\.bias"
+    ),
 )
 
 
@@ -127,7 +145,7 @@ def rules(
 
         attention, ffn = layer.attention(n), layer.feed_forward(n)
         if attention is None:
-            why = Mirror(f"{layer.kv_heads} KV heads are too few for {n} devices")
+            why = Mirror(layer.why_whole(n))
             for pattern in (names.columns, names.cache, names.fused, names.output):
                 add(pattern, why)
         else:
@@ -149,10 +167,11 @@ def rules(
                 add(names.gate_up, Fused((layer.hidden,) * 2, f"ffn {i}"))
             add(names.up, Column(f"ffn {i}"))
             add(names.down, Row(f"ffn {i}"))
-            add(names.down_bias, Partial())
+            if names.down_bias:
+                add(names.down_bias, Partial())
     if vocabulary:
         found.append(Rule(names.vocabulary, Column()))
-    found.append(Rule(".*", Mirror("each device needs all of it")))
+    found.append(Rule(names.whole, Mirror("each device needs all of it")))
     return Rules(found, parts, groups)
 
 

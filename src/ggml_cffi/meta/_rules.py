@@ -3,7 +3,7 @@
 A rule has two parts. `told` is what ggml takes the result's split for, or where it gives up, in its
 own terms: it compares axes and numbers of elements. `held` is which elements of the result the
 devices have, once each has computed its part; it refuses what ggml lets pass and gets wrong. The
-facts are those of META.md, section 2; the source is ggml's ``src/ggml-backend-meta.cpp``.
+facts are from ggml's ``src/ggml-backend-meta.cpp``.
 """
 
 from __future__ import annotations
@@ -315,7 +315,12 @@ def _product(step: Step) -> SplitState:
                 "the shares of the two differ", "split_states_equal(src_ss[0], src_ss[1])"
             )
         return PARTIAL
-    why = "only both mirrored, one of them along axis 1, or both along axis 0 go together"
+    why = (
+        "a weight goes with its input if both are whole, if one of them is cut along axis 1 and "
+        "the other whole, or if both are cut along axis 0"
+    )
+    if SplitAxis.AXIS_2 in (a.axis, b.axis):
+        why += "; heads, along axis 2, are split by flash_attn_ext alone"
     raise GivesUp(why, "fatal error")
 
 

@@ -74,7 +74,11 @@ class MetaDevice(Device, Closing):
         wrong numbers but for a copy (``ggml_cont``) of a tensor, such copies are put in; with
         `mend` False that is an error as well.
 
-        Raises SplitError, which names the operation and the reason, for what cannot be split.
+        The weights must have their memory: `Context.allocate` comes first. What has none is an
+        input, which is mirrored.
+
+        Raises SplitError, which names the operation and the reason, for what cannot be split, and
+        TypeError for what is no Graph.
         """
         from .plan import plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -20,7 +21,7 @@ from ._create import split_function
 from ._layout import unpermuted
 from ._nodes import nodes_of
 from ._planner import Mended, Refusal, mended, not_computed
-from ._rules import Kind, State
+from ._rules import Kind, Node, State
 from ._split import SplitState
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class AllReduce:
     """A sum of the addends that the devices have of a partial result."""
 
     tensor: str
+    """The name of the partial result; without one what it is made of, as in ``MUL_MAT of 'w'``."""
     after: str
     """The operation after which ggml does it: `tensor` itself, or a later one."""
     nbytes: int
@@ -74,33 +76,40 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a meta device makes of a graph. All numbers of bytes are one for each device.
+    """What a meta device makes of a graph.
 
-    ``compute`` is the memory for inputs and results: ggml takes as much on every device as one
-    device alone would need.
+    Weights have their memory by then; what has none is an input, which is mirrored.
     """
 
     devices: tuple[str, ...]
+    """The names of the devices; one may stand there several times."""
     tensors: tuple[Planned, ...]
+    """In order of computation."""
     all_reduces: tuple[AllReduce, ...]
     weights: tuple[int, ...]
+    """Bytes of the graph's weights and caches on each device."""
     compute: int
+    """Bytes for inputs and results on every device: ggml takes as much as one alone would need."""
     free: tuple[int, ...]
-    """Free memory of each device when the plan was made; 0 where it does not say."""
+    """Bytes that were free on each device when the plan was made; 0 where it does not say."""
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Bytes of weights and compute memory."""
+        """Bytes of weights and compute memory on each device."""
         return tuple(n + self.compute for n in self.weights)
 
     @property
     def fits(self) -> bool:
-        """Whether the compute memory, and weights yet to be loaded, is free on every device."""
-        return all(not free or self.compute <= free for free in self.free)
+        """Whether the compute memory is free on every device, as often as that stands there."""
+        times = Counter(self.devices)
+        return all(
+            not free or self.compute * times[name] <= free
+            for name, free in zip(self.devices, self.free, strict=True)
+        )
 
     @property
     def moved(self) -> int:
-        """Bytes that a run copies from device to device in all-reduces."""
+        """Bytes that a run copies from device to device in all-reduces, in all."""
         return sum(one.moved for one in self.all_reduces)
 
     def __getitem__(self, name: str) -> Planned:
@@ -118,7 +127,7 @@ class Plan:
             shapes = " ".join(f"({', '.join(map(str, shape))})" for shape in parts)
             lines.append(f"{one.op:<14} {one.name:<28} {one.split!s:<28} {shapes}".rstrip())
         for sum_ in self.all_reduces:
-            lines.append(f"all-reduce of {sum_.tensor!r}: {sum_.moved:,} bytes")
+            lines.append(f"all-reduce of {sum_.tensor}: {sum_.moved:,} bytes moved")
         for name, weights, free in zip(self.devices, self.weights, self.free, strict=True):
             room = f"{free:,}" if free else "unknown"
             lines.append(
@@ -129,6 +138,10 @@ class Plan:
 
 def plan(device: MetaDevice, graph: Graph, mend: bool = True) -> Plan:
     """How the device splits the graph; what `MetaDevice.plan` does."""
+    from ..graph import Graph
+
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph is {graph!r} ({type(graph).__name__}), expected a Graph")
     with graph._open():
         order = graph._order()
         numbers = {one: i for i, one in enumerate(addresses(order))}
@@ -150,13 +163,21 @@ def _told(device: MetaDevice, found: Mended, compute: int) -> Plan:
         tensors.append(Planned(node.name, *alike[number], i in splits.given, i in found.barriers))
     copies = copies_of_sum(n)
     sums = tuple(
-        AllReduce(nodes[i].name, nodes[last].name, 4 * math.prod(nodes[i].ne), copies)
+        AllReduce(_label(nodes, i), _label(nodes, last), 4 * math.prod(nodes[i].ne), copies)
         for i, last in found.reduces.items()
     )
     weights = [sum(one.nbytes[j] for one in tensors if one.is_static) for j in range(n)]
     free = tuple(child.memory.free for child in device.devices)
     names = tuple(child.name for child in device.devices)
     return Plan(names, tuple(tensors), sums, tuple(weights), compute, free)
+
+
+def _label(nodes: Sequence[Node], i: int) -> str:
+    """The name of a result, or what it is made of."""
+    node = nodes[i]
+    operands = [nodes[one].name for one in node.operands if one is not None]
+    made_of = ", ".join(repr(name) for name in operands if name)
+    return node.name or (f"{node.op} of {made_of}" if made_of else node.op)
 
 
 _Alike: TypeAlias = tuple[str, ggml_type, SplitState, tuple[tuple[int, ...], ...], tuple[int, ...]]

@@ -150,11 +150,19 @@ class Group:
 
     `length` is that of the axis along which the first of them is cut, `granularity` what each
     share but the last is a multiple of. A tensor whose axis has another length is cut in the same
-    proportion: with grouped queries, a device gets the KV heads of its heads.
+    proportion: with grouped queries, a device gets the KV heads of its heads. Every device whose
+    ratio is not 0 gets a share as long as there are enough.
+
+    Raises TypeError and ValueError for a length or a granularity that is no integer from 1 on.
     """
 
     length: int
     granularity: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("length", "granularity"):
+            if integer(getattr(self, name), name, "Group") < 1:
+                raise ValueError(f"Group: {name} is {getattr(self, name)}, expected at least 1")
 
     def shares(self, ratios: Ratios, length: int, where: str = "group") -> tuple[int, ...]:
         """How much of an axis of `length` each device gets.
@@ -300,7 +308,7 @@ class Rules(Policy):
     `ratios` are the devices' parts, one each. `groups` are the `Group`s that rules name.
 
     Raises ValueError for a pattern that is no regular expression and for a rule whose group is not
-    there, TypeError and ValueError for ratios as `by_ratio` does.
+    there, TypeError for what is no rule, TypeError and ValueError for ratios as `by_ratio` does.
     """
 
     rules: tuple[Rule, ...]
@@ -317,6 +325,13 @@ class Rules(Policy):
             raise ValueError(f"Rules: {len(self.ratios)} ratios, expected 1 to {MAX_DEVICES}")
         compiled = []
         for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"Rules: {rule!r}, expected a Rule of a pattern and a cut")
+            if not isinstance(rule.cut, (Column, Row, Mirror, Partial, Fused)):
+                expected = "a Column, Row, Mirror, Partial or Fused"
+                raise TypeError(
+                    f"Rules: the cut of {rule.pattern!r} is {rule.cut!r}, expected {expected}"
+                )
             try:
                 compiled.append((re.compile(rule.pattern), rule.cut))
             except re.error as error:
@@ -386,22 +401,36 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
     feed-forward part, and of each expert, it gets a part of the hidden units; of the output it gets
     a part of the vocabulary. Embeddings, norms and routers are mirrored, and so is the attention of
     a layer with fewer KV heads than devices: that must not use FLASH_ATTN_EXT then.
-    The granularities are those of llama.cpp (META.md, section 3).
+    The granularities are those of llama.cpp.
+
+    A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. There
+    is no rule for other names: ``gguf(...) | policy`` asks another, else they are mirrored.
 
     Raises ValueError for a file without the numbers of a transformer in its metadata, TypeError and
-    ValueError for ratios as `by_ratio` does.
+    ValueError for ratios as `by_ratio` does, TypeError for what is no GGUFFile.
     """
+    from ..gguf import GGUFFile
     from ._models import of_gguf
 
+    if not isinstance(file, GGUFFile):
+        raise TypeError(f"file is {file!r} ({type(file).__name__}), expected a GGUFFile")
     return of_gguf(file, ratios)
 
 
 def hugging_face(config: Mapping[str, object], ratios: Ratios, block_size: int = 1) -> Rules:
     """The rules for weights that have the names of Hugging Face's Transformers.
 
-    `config` is the content of the model's config.json; `block_size` the number of elements in a
-    block of the weights' type, if they have been quantised. Otherwise as `gguf`.
+    `config` is the content of the model's config.json, or its "text_config": num_hidden_layers,
+    num_attention_heads, num_key_value_heads, hidden_size, head_dim, intermediate_size,
+    moe_intermediate_size, tie_word_embeddings. `block_size` is the number of elements in a block of
+    the weights' type, if they have been quantised. The names are those of Llama, Mistral, Qwen,
+    Gemma, Phi-3 and Mixtral; the cuts, and what is mirrored, are as in `gguf`.
+
+    Raises ValueError where one of the numbers is missing and has no default, TypeError and
+    ValueError for ratios as `by_ratio` does, TypeError for what is no mapping.
     """
     from ._models import of_hugging_face
 
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config is {config!r} ({type(config).__name__}), expected a mapping")
     return of_hugging_face(config, ratios, block_size)
