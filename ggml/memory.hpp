@@ -80,8 +80,18 @@ inline void forget_threads(ggml_backend_t backend) {
     }
 }
 
-// The most threads that a computation may use. ggml gives a CPU backend GGML_DEFAULT_N_THREADS
-// where nobody says otherwise; a meta backend uses its children's.
+// Whether it computes elsewhere: on a GPU, or in another process.
+inline bool computes_elsewhere(ggml_backend_t backend) {
+    const ggml_backend_dev_t device = ggml_backend_get_device(backend);
+    if (!device) {
+        return false;
+    }
+    const auto type = ggml_backend_dev_type(device);
+    return type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
+
+// The most threads of this process that a computation may use. ggml gives a CPU backend
+// GGML_DEFAULT_N_THREADS where nobody says otherwise; a meta backend uses its children's.
 inline int threads_of(ggml_backend_t backend) {
     const size_t n = n_children(backend);
     int          most = 1;
@@ -91,7 +101,7 @@ inline int threads_of(ggml_backend_t backend) {
     if (n) {
         return most;
     }
-    return threads_table.find(backend).value_or(GGML_DEFAULT_N_THREADS);
+    return threads_table.find(backend).value_or(computes_elsewhere(backend) ? 1 : GGML_DEFAULT_N_THREADS);
 }
 
 // A scheduler's, of all its backends.

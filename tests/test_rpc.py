@@ -22,7 +22,7 @@ from _proxy import Proxy, Speaker
 
 from ggml_cffi import MetaDevice, SplitState, capi, diagnostics, ops, rpc
 from ggml_cffi.context import Context
-from ggml_cffi.errors import GGMLError, NotSupportedError, RPCError
+from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, RPCError
 from ggml_cffi.graph import Graph
 
 needs_rpc = pytest.mark.rpc
@@ -107,6 +107,28 @@ def test_a_meta_device_over_workers(n: int) -> None:
         finally:
             capi.ggml_backend_free(backend)
         gc.collect()
+
+
+@needs_rpc
+def test_an_abort_of_the_cpu_beside_a_worker(workers: rpc.LocalWorkers) -> None:
+    """A worker's threads are another process's: the abort need not end this one."""
+
+    def split(tensor: Any, n_devs: int) -> Any:
+        return SplitState.split(0, [16, 16])  # through a block of the result
+
+    with (
+        MetaDevice(["CPU", workers[0]], split) as device,
+        device.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        weight, ctx = arena.weight(32, 2), arena.context()
+        graph = arena.graph(ctx, capi.ggml_cast(ctx, weight, capi.GGML_TYPE_Q4_0))
+        with pytest.raises(AbortError, match="not implemented"):
+            capi.ggml_backend_graph_compute(backend.handle, graph)
+    for one in workers:
+        model = Model(one)
+        model.check()
+        model.close()
 
 
 @needs_rpc
