@@ -52,6 +52,18 @@ def test_what_is_no_graph_or_no_meta_device() -> None:
             compare(Graph(y), "CPU")  # type: ignore[arg-type]
 
 
+def test_constants_are_those_of_the_graph() -> None:
+    with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
+        y = feed_forward(ctx, device)
+        k = ctx.from_numpy(100 * numbers(5, 64, seed=9), name="k")
+        unnamed = ctx.from_numpy(numbers(5, 64, seed=8))
+        graph = Graph(ops.mul(y, k) + unnamed)
+        found = compare(graph, device)
+        assert found.agrees and found.nodes[-1].absolute < 1
+        with pytest.raises(TypeError, match="unknown inputs: 'k'"):
+            compare(graph, device, inputs={"k": numbers(5, 64)})
+
+
 def test_an_input_that_is_not_there() -> None:
     with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
         graph = Graph(feed_forward(ctx, device))

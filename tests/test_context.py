@@ -228,6 +228,45 @@ def test_the_one_that_needs_the_others() -> None:
     assert place([contexts[3], contexts[0]]) is contexts[3]
 
 
+@needs_meta
+def test_what_a_meta_device_has_stays_when_more_is_allocated() -> None:
+    """ggml gives all tensors of one of its contexts memory there, whatever they have."""
+    numbers = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+    with meta() as first, meta() as second, Context() as context:
+        for target in (second, first):
+            weights = [context.from_numpy(numbers), context.from_numpy(2 * numbers)]
+            context.allocate(target)
+            cache = context.tensor((8, 16))
+            context.allocate(first)
+            cache.set(np.ones((8, 16), np.float32))
+            np.testing.assert_array_equal(weights[0].numpy(), numbers)
+            np.testing.assert_array_equal(weights[1].numpy(), 2 * numbers)
+            assert cache.numpy().sum() == 8 * 16
+        x = context.input((3, 8), name="x")
+        with Graph(x @ weights[1].T).compile(first) as compiled:
+            found = compiled(x=numbers[:3])
+    np.testing.assert_allclose(found, numbers[:3] @ (2 * numbers).T, rtol=1e-5)
+
+
+@needs_meta
+def test_a_split_function_cannot_close_the_context_that_asks_it() -> None:
+    context = Context()
+    context.tensor((8, 4), name="w")
+    told: list[str] = []
+
+    def split(info: Any, n_devs: int) -> SplitState:
+        for call in (context.close, lambda: context.allocate("CPU")):
+            with pytest.raises(ValueError, match="are being allocated") as error:
+                call()
+            told.append(str(error.value))
+        return SplitState.mirrored()
+
+    with meta(split, on_error="raise") as target:
+        context.allocate(target)
+        assert told
+        context.close()
+
+
 def test_threads_share_a_context(ctx: Context) -> None:
     def work(number: int) -> None:
         for i in range(200):

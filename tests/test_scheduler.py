@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from _fake_backend import buffer_type
+from _release import needs_meta
 
-from ggml_cffi import device, diagnostics, ops
+from ggml_cffi import MetaDevice, SplitState, device, diagnostics, ops
 from ggml_cffi.backend import Backend
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
@@ -53,6 +54,18 @@ def expected(x: Any, layers: int = 4) -> Any:
     for w in WEIGHTS[:layers]:
         x = np.maximum(x @ w.T, 0)
     return x
+
+
+@needs_meta
+def test_a_meta_device_is_refused() -> None:
+    """Its graphs are planned as a whole."""
+    with (
+        MetaDevice(["CPU", "CPU"], lambda info, n: SplitState.mirrored()) as spread,
+        Backend(spread) as first,
+        Backend(device("CPU")) as last,
+        pytest.raises(ValueError, match="a meta device's: that plans whole graphs"),
+    ):
+        Scheduler([first, last])
 
 
 def test_a_model_split_by_layers(ctx: Context, backends: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
@@ -50,6 +51,12 @@ class _Arenas(list[types.ggml_context]):
         self.kind = kind
         self.wanted = wanted  # tensors that a call makes at most
         self.newest: types.ggml_context | None = None
+
+    def begin_anew(self) -> None:
+        """Describe what comes next in another arena; with the room's lock."""
+        if self.newest is not None:
+            self.room.open(self.kind, self.newest, 0)
+            self.newest = None
 
     def take(self) -> types.ggml_context:
         """The arena for one call more; with the room's lock."""
@@ -126,6 +133,7 @@ class Context(Owned[_Store]):
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
         self._lent = Loans(self._resource)  # views of our memory that others hold
+        self._allocating = False
 
     def tensor(
         self, shape: int | Sequence[int], dtype: object = "f32", name: str | None = None
@@ -226,7 +234,7 @@ class Context(Owned[_Store]):
         if not isinstance(where, Device):
             raise TypeError(f"target is {target!r}, expected a Device, a Backend or a name")
         kind = where.buffer_type(buffer_type)
-        with self._lock:
+        with self._kept_open():
             store = self.handle
             done: list[types.ggml_backend_buffer] = []
             if reorders(kind):
@@ -255,6 +263,8 @@ class Context(Owned[_Store]):
                     capi.ggml_backend_buffer_free(buffer)
                 raise
             store.buffers += done
+            # a meta device gives all tensors of an arena memory anew
+            store.leaves.begin_anew()
             self._reordered |= bool(done) and reorders(kind)
             for arena in store.leaves:
                 for handle in _tensors(arena):
@@ -267,13 +277,27 @@ class Context(Owned[_Store]):
         """Free it, and before that what was compiled from it. Closing twice is fine.
 
         Raises BufferError, and stays open, while arrays share its memory or that of a context which
-        needs this one.
+        needs this one, and ValueError from a split function that its tensors are asked of.
         """
         self._close()
 
     def _close(self) -> None:
         with self._lock:
+            if self._allocating:  # by this thread, whose split function has led here
+                raise ValueError("the Context's tensors are being allocated: it stays open")
             super()._close()
+
+    @contextlib.contextmanager
+    def _kept_open(self) -> Iterator[None]:
+        """With the lock, while tensors get memory: what that calls cannot close it meanwhile."""
+        with self._lock:
+            if self._allocating:
+                raise ValueError("the Context's tensors are being allocated")
+            self._allocating = True
+            try:
+                yield
+            finally:
+                self._allocating = False
 
     def _check_unshared(self) -> None:
         if self._lent.count and not self.closed:

@@ -16,6 +16,7 @@ from .backend import Backend, Turn
 from .capi import types
 from .device import Device, device
 from .enums import ggml_backend_dev_type
+from .meta.device import MetaDevice
 
 if TYPE_CHECKING:
     from .graph import Compiled, Graph
@@ -36,8 +37,8 @@ class Scheduler(Owned[object]):
     own by default. Of backends with the same kind ggml takes the first for everything. `op_offload`
     lets it copy weights in the CPU's memory to a faster device for large products.
 
-    Raises TypeError for what is no backend, ValueError for none, for one that is named twice and
-    where the last is no CPU's.
+    Raises TypeError for what is no backend, ValueError for none, for one that is named twice, for a
+    meta device's, which plans graphs as a whole, and where the last is no CPU's.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Scheduler(Owned[object]):
         for one in backends:
             if not isinstance(one, Backend):
                 raise TypeError(f"backends has {one!r} ({type(one).__name__}), expected a Backend")
+            if isinstance(one.device, MetaDevice):
+                raise ValueError(f"backends has {one!r}, a meta device's: that plans whole graphs")
         if not backends:
             raise ValueError("backends is empty")
         if len({id(one) for one in backends}) < len(backends):

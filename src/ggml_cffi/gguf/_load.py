@@ -50,7 +50,7 @@ def load(
     kind = where.buffer_type(buffer_type)
     weights = ((name, one.type, ne_of(one.ne[::-1])) for name, one in entries.items())
     check_weights(where.handle, kind, weights)
-    with ctx._lock:
+    with ctx._kept_open():
         store = ctx.handle
         if not entries:
             return {}

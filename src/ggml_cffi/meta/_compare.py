@@ -127,6 +127,10 @@ def compare(
         with everything.compile(meta) as compiled:
             split = compiled.run(**_of(compiled.inputs, given))
         again, copies = _on(one, meta, order, context, progress)
+        for old, new in zip(order, copies, strict=True):
+            constant = graph._constant(graph._tensor(old))
+            if constant is not None:
+                context._pending[address(new)] = constant
         try:
             homes = {str(i): _at_home(copies[i], context) for i in chosen}
             with Graph(homes).compile(one) as compiled:
