@@ -913,6 +913,27 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
         close(compute(meta, graph, tensors[-1]), slices.expected[0])
 
 
+def test_a_context_that_is_allocated_twice(n_devs):
+    """If the last line fails, ggml has been mended."""
+    found = np.empty(8, np.float32)
+    with (
+        spread(n_devs, by_ratio()) as meta,
+        meta.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        ctx = arena.context()
+        first = arena.tensor(8, name="first", ctx=ctx)
+        arena.allocate(ctx)
+        capi.ggml_backend_tensor_set(first, np.ones(8, np.float32), 0)
+        capi.ggml_backend_tensor_get(first, found, 0)
+        assert (found == 1).all()
+        second = arena.tensor(8, name="second", ctx=ctx)
+        arena.allocate(ctx)
+        capi.ggml_backend_buffer_clear(second.buffer, 0)
+        capi.ggml_backend_tensor_get(first, found, 0)
+    assert (found == 0).all()
+
+
 @pytest.mark.own_memory
 @pytest.mark.parametrize("mend", [True, False])
 def test_views_of_weights_in_many_graphs(n_devs, rng, mend):
