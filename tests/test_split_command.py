@@ -135,16 +135,11 @@ def test_devices_of_workers(model: Path, capsys: Any) -> None:
 
 
 @pytest.mark.rpc
-def test_a_worker_that_is_not_there(model: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(("endpoint", "code"), [("127.0.0.1:1", 1), ("somewhere:far", 2)])
+def test_a_worker_that_is_not_there_or_no_endpoint(
+    model: Path, capsys: Any, endpoint: str, code: int
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["split", str(model), "--devices", "127.0.0.1:1"])
-    assert ended.value.code == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
-
-
-@pytest.mark.rpc
-def test_what_is_no_endpoint(model: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["split", str(model), "--devices", "somewhere:far"])
-    assert ended.value.code == 2
-    assert "somewhere:far" in capsys.readouterr().err
+        main(["split", str(model), "--devices", endpoint])
+    assert ended.value.code == code
+    assert endpoint in capsys.readouterr().err
