@@ -391,8 +391,9 @@ def backends(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """The tests that are worth running on every Python, in its development mode."""
     install(session, "test", "pytest-xdist")
-    # random graphs are those of ggml, whatever the Python
-    quick = ("-m", "not packaging and not slow", "--ignore=tests/codegen", "--ignore=tests/fuzz")
+    # random graphs are those of ggml, whatever the Python; benchmarks are of Python without checks
+    outside = ("codegen", "fuzz", "test_benchmarks.py")
+    quick = ("-m", "not packaging and not slow", *(f"--ignore=tests/{name}" for name in outside))
     # Warnings are errors, in the processes that tests start as well; memory has its bounds checked.
     strict = {"PYTHONDEVMODE": "1", "PYTHONMALLOC": "debug", "PYTHONWARNINGS": "error"}
     pytest(session, "tests", *quick, *PARALLEL, **strict)

@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = on_any
 
 
+def pytest_collection_finish() -> None:
+    """Collections, which many tests ask for, need not look at thousands of tests each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tell what the release lacks apart; on the pin nothing may be lacking."""
     if item.get_closest_marker("rpc"):
