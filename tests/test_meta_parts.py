@@ -641,15 +641,15 @@ def test_a_context_that_is_closed_while_a_part_waits(make: Callable[[Case], Made
         except ValueError as error:
             raised.append(error)
 
-    shared.acquire()
-    try:
-        thread = threading.Thread(target=write)
+    thread = threading.Thread(target=write)
+
+    def close() -> None:
         thread.start()
         thread.join(0.1)
         made.ctx.close()
         assert thread.is_alive()
-    finally:
-        shared.release()
+
+    shared.take(close)
     thread.join()
     assert "Context is closed" in str(raised[0])
 

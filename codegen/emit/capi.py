@@ -19,9 +19,8 @@ where none is allowed a ValueError. Pointers are opaque; contexts are not thread
 _IMPORTS = """
 from operator import index as _index
 
-from .. import _runtime
+from .. import _callbacks, _runtime
 from .._callbacks import Attached as _Attached
-from .._callbacks import Replacing as _Replacing
 from .._callbacks import newest as _newest
 from .._callbacks import owners as _owners
 from .._callbacks import release as _release
@@ -351,7 +350,8 @@ def _attempt(bound: Bound, shown: str, lines: list[str]) -> list[str]:
 def _with_callbacks(callbacks: list[Arg], bound: Bound, call: list[str]) -> list[str]:
     """The call inside a block that keeps the Python functions as long as the annotation says."""
     replaces = any(arg.callback and arg.callback.lifetime == "replaced" for arg in callbacks)
-    lines = [f"with _{'Replacing' if replaces else 'Attached'}() as _cb:"]
+    alone = "_callbacks.replacing, " if replaces else ""
+    lines = [f"with {alone}_Attached() as _cb:"]
     for arg in callbacks:
         spec = arg.callback
         assert spec is not None

@@ -41,9 +41,9 @@ _replaced: dict[tuple[str, int], Registration] = {}
 _errors: dict[int, BaseException] = raised
 _error_numbers = itertools.count(1)
 #: Held while a callback takes the place of another: C and `_replaced` do so in the same order.
-_replacing = threading.RLock()
+replacing = threading.RLock()
 _newest = 0
-renew_after_fork(globals(), "_lock", "_replacing")
+renew_after_fork(globals(), "_lock", "replacing")
 
 
 class Registration:
@@ -149,25 +149,6 @@ class Attached:
                 _replace(where, owner, registration)
             elif registration is not None and lifetime in ("object", "result"):
                 _own(owner if lifetime == "object" else self._result, registration)
-
-
-class Replacing(Attached):
-    """The callback of a call that takes the place of an earlier one's."""
-
-    def __enter__(self) -> Replacing:
-        _replacing.acquire()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            super().__exit__(kind, error, traceback)
-        finally:
-            _replacing.release()
 
 
 def _address(owner: Any) -> int:

@@ -6,13 +6,15 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from . import capi
 from ._handles import Owned, in_use, raw
 from ._loader import lib
+from ._locks import with_all
 from ._runtime import invoke
 from .capi import types
 from .device import Device, Shared
@@ -20,6 +22,8 @@ from .device import Device, Shared
 __all__ = ["Backend", "child_backends", "set_n_threads", "usable_cores"]
 
 BACKEND = "struct ggml_backend *"
+_Result = TypeVar("_Result")
+
 MAX_THREADS = 512  # GGML_MAX_N_THREADS: the CPU backend aborts above it
 
 
@@ -70,38 +74,29 @@ thread: _Thread = _Thread()
 
 
 class Turn:
-    """A with block in which nobody else computes on some backends; each waits for its turn.
+    """The right to compute on some backends, while nobody else does; each waits for its turn.
 
     All graphs of a meta device take turns: ggml keeps what it knows of their views with the
-    weights. All threads take backends and devices in the same order. Raises ValueError, at once,
-    within an operation that one of them computes: its thread may be another one than that which
-    has the turn.
+    weights. All threads take backends and devices in the same order.
     """
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         self._backends = sorted(set(backends), key=id)
-        shared = {one.device._shared for one in self._backends} - {None}
-        self._shared: list[Any] = sorted(shared, key=id)
+        shared = {one.device._shared for one in self._backends if one.device._shared}
+        self._shared: list[Shared] = sorted(shared, key=id)
 
-    def __enter__(self) -> None:
+    def take(self, function: Callable[[], _Result]) -> _Result:
+        """Wait for it, and call the function.
+
+        Raises ValueError, at once, within an operation that one of the backends computes: its
+        thread may be another one than that which has the turn.
+        """
         in_kernel = thread.kernels and any(in_use(one.handle) for one in self._backends)
         if in_kernel or any(one.is_within(thread.kernels) for one in self._shared):
             raise ValueError("the backend is computing what this is called by")
-        taken: list[threading.RLock | Shared] = []
-        try:
-            for lock in (*(one._lock for one in self._backends), *self._shared):
-                lock.acquire()
-                taken.append(lock)
-        except BaseException:
-            for lock in reversed(taken):
-                lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        for shared in reversed(self._shared):
-            shared.release()
-        for one in reversed(self._backends):
-            one._lock.release()
+        for one in self._shared:
+            function = partial(one.take, function)
+        return with_all([one._lock for one in self._backends], function)
 
 
 def child_backends(backend: types.ggml_backend) -> list[types.ggml_backend]:

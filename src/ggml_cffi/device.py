@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import capi
 from ._handles import Borrowed, address, raw
@@ -22,6 +22,8 @@ __all__ = ["Device", "Memory", "device", "devices"]
 DEVICE = "struct ggml_backend_device *"
 TENSOR = "struct ggml_tensor *"
 
+_Result = TypeVar("_Result")
+
 
 class Memory(NamedTuple):
     """Bytes of a device's memory."""
@@ -33,8 +35,9 @@ class Memory(NamedTuple):
 class Shared:
     """The turn to compute on a device whose graphs share what ggml knows of them.
 
-    `turns` counts those that are over: who had the last one finds all as it was left. `writes` is
-    held for each write into what is no graph's own, within a turn or not.
+    `turns` counts those in which a graph is computed, from when they begin: who had the last one
+    finds all as it was left. `writes` is held for each write into what is no graph's own, within a
+    turn or not.
     """
 
     def __init__(self, device: types.ggml_backend_device) -> None:
@@ -48,16 +51,15 @@ class Shared:
         """Whether this is called by what the device computes: an operation, or this thread's."""
         return self._lock.locked() and (bool(kernels) or self._owner == threading.get_ident())
 
-    def acquire(self) -> None:
-        """Wait for the turn."""
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def release(self, *, computed: bool = True) -> None:
-        """End it; what was not `computed` in leaves all as it was."""
-        self.turns += computed
-        self._owner = 0
-        self._lock.release()
+    def take(self, function: Callable[[], _Result], *, computes: bool = True) -> _Result:
+        """Wait for the turn, and call it; what does not compute leaves all as it was."""
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                self.turns += computes
+                return function()
+            finally:
+                self._owner = 0
 
 
 _shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()

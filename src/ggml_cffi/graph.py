@@ -14,6 +14,7 @@ from . import _kept, capi
 from ._copies import copy, graph_of, put_in
 from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi
+from ._locks import with_or_without
 from ._memory import raises_memory_error
 from ._placement import check_uses
 from ._runtime import helper
@@ -228,36 +229,43 @@ class _OnMeta(_OnBackend):
     def __init__(self, backend: Backend, device: MetaDevice) -> None:
         super().__init__(backend, own=True)
         self.device = device
-        self.turns = 0  # that had been when it was left
+        self.turns = 0  # the last one in which it was told
 
     def allocate(self, compiled: Compiled) -> bool:
         shared = self.device._shared
         assert shared is not None
-        others, self.turns = self.turns != shared.turns, shared.turns + 1
+        made = self._allocate(compiled, told=self.turns == shared.turns - 1)
+        self.turns = shared.turns
+        return made
+
+    def _allocate(self, compiled: Compiled, told: bool) -> bool:
         if self.done:
-            if others and compiled._views:
+            if compiled._views and not told:
                 self._tell(compiled)
             return False
         try:
             return super().allocate(compiled)
         except AbortError as error:  # it says no word of what ggml cannot cut
-            told = naming_the_node(error, compiled._tensors)
-            if told is error:
+            named = naming_the_node(error, compiled._tensors)
+            if named is error:
                 raise
-            raise told from error.__cause__
+            raise named from error.__cause__
 
     def _tell(self, compiled: Compiled) -> None:
         weights = {address(one) for one in compiled._weights}
         results = [t for t in compiled._tensors if t.buffer and address(t) not in weights]
-        try:
+
+        def tell() -> None:
             for one in results:
                 capi.ggml_backend_buffer_init_tensor(one.buffer, one)
+
+        try:
+            tell()
         except AbortError as error:
             if not _room.is_full(error):
                 raise
             _room.make(self.device, compiled._weights)
-            for one in results:
-                capi.ggml_backend_buffer_init_tensor(one.buffer, one)
+            tell()
 
 
 class _OfNothing:
@@ -379,8 +387,7 @@ class Compiled(Owned[_Store]):
             else:
                 store.memory = _OnBackend(backend, own=True)
         self._memory = store.memory
-        with self._memory.turn:
-            self._allocate()
+        self._memory.turn.take(self._allocate)
 
     def _copy(self, store: _Store, graph: Graph, where: Device | Scheduler, mend: bool) -> None:
         """The graph's tensors once more, but those with memory, in a context of its own."""
@@ -515,7 +522,10 @@ class Compiled(Owned[_Store]):
         self.handle  # noqa: B018 # raises where it is closed
         if thread.kernels:  # on another thread, maybe, than the one that runs it
             self._check_idle()
-        with self._memory.turn, self._lock:
+        return self._memory.turn.take(lambda: self._run(inputs))
+
+    def _run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any]]:
+        with self._lock:
             self.handle  # noqa: B018 # nobody has closed it meanwhile
             self._check_idle()  # before the inputs of that are written over
             since = _kept.newest()
@@ -544,14 +554,12 @@ class Compiled(Owned[_Store]):
 
     def _close(self) -> None:
         # to wait would be for ever in what is called from the run, on whatever thread
-        free = self._lock.acquire(blocking=False)
-        try:
-            if (not free or self._doing) and not self.closed:
-                raise ValueError(f"{self!r} is being {self._doing or 'run'}, and stays open")
-            super()._close()
-        finally:
-            if free:
-                self._lock.release()
+        with_or_without(self._lock, self._close_if)
+
+    def _close_if(self, free: bool) -> None:
+        if (not free or self._doing) and not self.closed:
+            raise ValueError(f"{self!r} is being {self._doing or 'run'}, and stays open")
+        super()._close()
 
     def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
         """Compute with these inputs; the output, or a tuple of all.

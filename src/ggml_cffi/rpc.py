@@ -31,6 +31,7 @@ from typing import Any, overload
 from . import capi
 from ._handles import Closing, Owned, _check_process, _each, renew_after_fork
 from ._loader import lib
+from ._locks import with_or_without
 from .backend import usable_cores
 from .capi import types
 from .device import Device, device, devices
@@ -88,24 +89,36 @@ class Connection(Sequence[RemoteDevice], Owned[types.ggml_backend_buffer]):
         # as well, and reads the port up to the first character that is no digit.
         number = next(_numbers)
         name = f"{address}:{port}" if number == 1 else f"{address}:{port}#{number}"
-        with _alone(endpoint, until):  # the limits are those of the address
-            limits = f"{address}:{port}".encode()
-            # until the worker is ours, it may serve somebody else, who came first
-            if not lib.ggml_cffi_net_limits(limits, _left(until), response_timeout, True):
-                raise MemoryError(f"no memory for a connection to {endpoint}")
-            try:
-                registry = _rpc.ggml_backend_rpc_add_server(name)
-                count = capi.ggml_backend_reg_dev_count(registry)
-                handles = [capi.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
-                # ggml keeps the socket as long as there is a buffer, and connects anew after that
-                kind = capi.ggml_backend_dev_buffer_type(handles[0])
-                held = capi.ggml_backend_buft_alloc_buffer(kind, 1)
-            except RPCError as error:
-                raise _named(error, self.endpoint) from None
-            finally:
-                lib.ggml_cffi_net_limits(limits, timeout, response_timeout, False)
+        limits = f"{address}:{port}".encode()
+        # the limits are those of the address
+        handles, held = with_or_without(
+            _connecting, lambda alone: self._open(name, limits, until, alone), _left(until)
+        )
         Owned.__init__(self, held, capi.ggml_backend_buffer_free)
         self._devices = tuple(RemoteDevice(handle, self) for handle in handles)
+
+    def _open(
+        self, name: str, limits: bytes, until: float, alone: bool
+    ) -> tuple[list[types.ggml_backend_device], types.ggml_backend_buffer]:
+        """Connect, `alone`, for one connection is opened at a time: devices, and what holds it."""
+        if not alone:
+            reason = "no connection in time: others are being opened"
+            raise RPCError(f"{self.endpoint}: {reason}", self.endpoint, reason)
+        # until the worker is ours, it may serve somebody else, who came first
+        if not lib.ggml_cffi_net_limits(limits, _left(until), self.response_timeout, True):
+            raise MemoryError(f"no memory for a connection to {self.endpoint}")
+        try:
+            registry = _rpc.ggml_backend_rpc_add_server(name)
+            count = capi.ggml_backend_reg_dev_count(registry)
+            handles = [capi.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
+            # ggml keeps the socket as long as there is a buffer, and connects anew after that
+            kind = capi.ggml_backend_dev_buffer_type(handles[0])
+            held = capi.ggml_backend_buft_alloc_buffer(kind, 1)
+        except RPCError as error:
+            raise _named(error, self.endpoint) from None
+        finally:
+            lib.ggml_cffi_net_limits(limits, self.timeout, self.response_timeout, False)
+        return handles, held
 
     @property
     def devices(self) -> tuple[RemoteDevice, ...]:
@@ -179,18 +192,6 @@ def _named(error: RPCError, endpoint: str) -> RPCError:
 def _left(until: float) -> float:
     """The seconds until then; a moment, where it is over."""
     return max(until - time.monotonic(), 0.001)
-
-
-@contextlib.contextmanager
-def _alone(endpoint: str, until: float) -> Iterator[None]:
-    """One connection is opened at a time."""
-    with contextlib.ExitStack() as held:
-        lock = _connecting
-        if not lock.acquire(timeout=_left(until)):
-            reason = "no connection in time: others are being opened"
-            raise RPCError(f"{endpoint}: {reason}", endpoint, reason)
-        held.callback(lock.release)
-        yield
 
 
 def _resolve(endpoint: str, host: str, until: float) -> str:

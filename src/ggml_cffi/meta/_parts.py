@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,10 +75,14 @@ def write(tensor: Tensor, data: _Bytes, put: Callable[[_Bytes], object]) -> None
                 f"{tensor!r} cannot be written: each device has an addend of {_named(root)} "
                 f"(PARTIAL), which is written as a whole only"
             )
-        with _turn(tensor, shared), _writing(shared):
-            slices = _get(root, first, last)
-            put(slices[begin - first : end - first])
-            capi.ggml_backend_tensor_set(root, slices, first)
+
+        def write_slices() -> None:
+            with _writing(shared):
+                slices = _get(root, first, last)
+                put(slices[begin - first : end - first])
+                capi.ggml_backend_tensor_set(root, slices, first)
+
+        _in_turn(tensor, shared, write_slices)
 
 
 def _state(tensor: Tensor, root: types.ggml_tensor) -> SplitState | None:
@@ -133,22 +137,17 @@ def _get(root: types.ggml_tensor, first: int, last: int) -> _Bytes:
     return data
 
 
-@contextlib.contextmanager
-def _turn(tensor: Tensor, shared: Shared | None) -> Iterator[None]:
-    """While no graph of the device is computed, which might write into the same tensor."""
+def _in_turn(tensor: Tensor, shared: Shared | None, function: Callable[[], None]) -> None:
+    """Call it while no graph of the device is computed, which might write into the same tensor."""
     if shared is None:
-        yield
+        function()
         return
     if shared.is_within(thread.kernels):
         raise ValueError(
             f"{tensor!r} is written in parts, which are read before: not within what the device "
             f"computes"
         )
-    shared.acquire()
-    try:
-        yield
-    finally:
-        shared.release(computed=False)
+    shared.take(function, computes=False)
 
 
 def _writing(shared: Shared | None) -> contextlib.AbstractContextManager[Any]:

@@ -230,7 +230,8 @@ class Engine:
         for kind, fields in values.items():
             for name, value in fields.items():
                 setattr(getattr(self._values, kind), name, value)
-        with Turn(self.scheduler.backends):
+
+        def compute() -> None:
             since = _kept.newest()
             capi.ggml_opt_alloc(self.context, True)
             _write(self.inputs, data)
@@ -245,6 +246,8 @@ class Engine:
                     self._restore(before)
                     self.undone = True
                 raise
+
+        Turn(self.scheduler.backends).take(compute)
 
     def _snapshot(self) -> tuple[list[npt.NDArray[Any]], dict[int, Moments]]:
         return [one.numpy(copy=True) for one in self.model.parameters], self.moments()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from .. import _kept, capi
 from .._handles import Loans, Owned, holding
+from .._locks import with_or_without
 from .._progress import Bar
 from ..backend import Backend, thread
 from ..capi import types
@@ -450,16 +451,12 @@ class Trainer(Owned[_Store]):
 
     def _close(self) -> None:
         # to wait would be for ever where who uses it waits for a lock of who closes it
-        free = self._lock.acquire(blocking=False)
-        try:
-            if (not free or self._busy) and not self.closed:
-                raise ValueError(
-                    f"the Trainer {'computes' if free else 'is in use'}: it stays open"
-                )
-            super()._close()
-        finally:
-            if free:
-                self._lock.release()
+        with_or_without(self._lock, self._close_if)
+
+    def _close_if(self, free: bool) -> None:
+        if (not free or self._busy) and not self.closed:
+            raise ValueError(f"the Trainer {'computes' if free else 'is in use'}: it stays open")
+        super()._close()
 
     # ---- checks
 
