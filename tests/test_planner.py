@@ -505,6 +505,29 @@ def test_graphs_with_views_that_are_compiled_and_never_run() -> None:
             np.testing.assert_array_equal(kept(x=ones), ones * np.arange(6))
 
 
+def test_more_views_of_weights_than_ggml_has_room_for() -> None:
+    """In one graph: to empty the pools does not help."""
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        w = ctx.from_numpy(np.ones((3, 6), np.float32), name="table")
+        ctx.allocate(device)
+        x = ctx.input((3, 6), name="x")
+
+        def graph(n_views: int) -> Graph:
+            y = x + w
+            for i in range(n_views):
+                y = y + w[i % 2]
+            return Graph(y)
+
+        ones = np.ones((3, 6))
+        with graph(1024).compile(device) as made:
+            text = "1,025 views of weights, 1,025 of them of 'table', and ggml has no room"
+            with pytest.raises(SplitError, match=text):
+                graph(1025).compile(device)
+            np.testing.assert_array_equal(made(x=ones), 1026 * ones)
+        with graph(1024).compile(device) as made:
+            np.testing.assert_array_equal(made(x=ones), 1026 * ones)
+
+
 def test_graphs_with_views_of_weights_are_run_in_any_order() -> None:
     """Item 8: what ggml knows of the views of one is lost when another is allocated and run."""
     rng = np.random.default_rng(0)

@@ -18,11 +18,11 @@ def copy(
 ) -> tuple[types.ggml_context, list[types.ggml_tensor]]:
     """A context, the caller's to free, with copies of `tensors`, which are in order of computation.
 
-    Those with memory of their own stand for themselves. There is room for a graph of them all and
-    `more` besides.
+    Those with memory of their own stand for themselves. There is room for a graph of them all,
+    `more` besides, and what `filled` adds.
     """
     n = len(tensors)
-    room = n + more + 1
+    room = n + more + 2
     size = room * capi.ggml_tensor_overhead() + capi.ggml_graph_overhead_custom(room, False)
     context = capi.ggml_init(mem_size=size, no_alloc=True)
     originals: Any = ffi.new("struct ggml_tensor *[]", list(tensors))
@@ -61,6 +61,21 @@ def put_in(
         if one.view_src and address(one.view_src) in instead:
             one.view_src = instead[address(one.view_src)]
     return found
+
+
+def filled(
+    context: types.ggml_context, tensors: list[types.ggml_tensor]
+) -> list[types.ggml_tensor]:
+    """The tensors of a graph, with one more where they need no memory at all.
+
+    To allocate only what is empty, ggml has no address: it takes it for not allocated, and aborts.
+    """
+    own = [one for one in tensors if not one.buffer and not one.view_src]
+    if not all(capi.ggml_is_empty(one) for one in own):
+        return tensors
+    filler = capi.ggml_new_tensor_1d(context, capi.GGML_TYPE_F32, 1)
+    capi.ggml_set_input(filler)
+    return [*tensors, filler]
 
 
 def graph_of(

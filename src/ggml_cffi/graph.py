@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _kept, capi
-from ._copies import copy, graph_of, put_in
+from ._copies import copy, filled, graph_of, put_in
 from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi
 from ._locks import with_or_without
@@ -24,7 +24,7 @@ from .capi import types
 from .context import reachable
 from .device import Device
 from .enums import ggml_op
-from .errors import AbortError
+from .errors import AbortError, SplitError
 from .meta import MetaDevice, _room
 from .scheduler import OnScheduler, Scheduler, as_target
 from .tensor import Tensor, check_numbers, check_readable, is_without_memory
@@ -116,8 +116,16 @@ class Graph:
             if not isinstance(where, MetaDevice) or not _room.is_full(error):
                 raise
         with self._open():
-            _room.make(where, (t for t in self._order() if t.buffer and not t.view_src))
-        return Compiled(self, target, n_threads, keep, assign, mend)
+            order = self._order()
+            _room.make(where, (t for t in order if t.buffer and not t.view_src))
+        try:
+            return Compiled(self, target, n_threads, keep, assign, mend)
+        except AbortError as error:
+            if not _room.is_full(error):
+                raise
+            raise SplitError(
+                f"{where.name} cannot split the graph: {_room.lacking(order)}"
+            ) from error
 
     def to_dot(self) -> str:
         """The graph in graphviz's language: a node for each tensor, an edge for each operand.
@@ -268,25 +276,6 @@ class _OnMeta(_OnBackend):
             tell()
 
 
-class _OfNothing:
-    """Of a graph whose tensors are all empty: ggml's allocators are for others."""
-
-    def __init__(self) -> None:
-        self.turn: Turn = Turn([])
-
-    def allocate(self, compiled: Compiled) -> bool:
-        return False
-
-    def compute(self, compiled: Compiled) -> None:
-        pass
-
-    def nbytes(self) -> int:
-        return 0
-
-    def free(self) -> None:
-        pass
-
-
 class _Store:
     """What a compiled graph has of ggml."""
 
@@ -373,9 +362,7 @@ class Compiled(Owned[_Store]):
         self._copy(store, graph, where, mend)
         if any(one._reordered for one in reachable(graph._contexts)):
             self._check_weights(target)
-        if all(capi.ggml_is_empty(one) for one in self._tensors):
-            store.memory = _OfNothing()
-        elif isinstance(target, Scheduler):
+        if isinstance(target, Scheduler):
             store.memory = OnScheduler(target, len(self._tensors) + 1, self._pinned(assign))
         elif isinstance(target, Backend) and not isinstance(where, MetaDevice):
             store.memory = _OnBackend(target, own=False)
@@ -408,8 +395,8 @@ class Compiled(Owned[_Store]):
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
                     capi.ggml_set_output(handle)
-        self._graph = store.graph = graph_of(store.context, copies)
-        self._tensors = copies
+        self._tensors = filled(store.context, copies)
+        self._graph = store.graph = graph_of(store.context, self._tensors)
 
     def _split(
         self,

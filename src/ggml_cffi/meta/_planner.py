@@ -187,7 +187,7 @@ def named(node: Node) -> str:
 
 def in_words(node: Node, state: State | None) -> str:
     """The shape and the split of a tensor, in a message."""
-    shape = "(" + ", ".join(map(str, reversed(node.ne[: node.n_dims]))) + ")"
+    shape = "(" + ", ".join(map(str, reversed(node.ne[: node.kind.n_axes]))) + ")"
     if state is None:
         return f"{shape}, empty"
     if not state.told.is_split:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,6 +22,21 @@ def is_full(error: AbortError) -> bool:
     is computed: graphs that are allocated, and never computed, fill it.
     """
     return "not enough space in the context's memory pool" in error.log
+
+
+def lacking(order: Sequence[types.ggml_tensor]) -> str:
+    """Why a graph does not fit into pools that are empty: what it has most views of, and how many.
+
+    ``compute_headroom`` in ggml-backend-meta.cpp is the number of views for each tensor's room in
+    the context that the weights are allocated from.
+    """
+    viewed = [one.view_src for one in order if one.view_src and one.view_src.buffer]
+    (most, count), *_ = Counter(map(address, viewed)).most_common(1)
+    name = next(capi.ggml_get_name(one) for one in viewed if address(one) == most)
+    return (
+        f"it has {len(viewed):,} views of weights, {count:,} of them of {name!r}, and ggml has no "
+        f"room for so many: use a view again, rather than make it anew, or compile it in parts"
+    )
 
 
 def make(device: MetaDevice, weights: Iterable[types.ggml_tensor]) -> None:

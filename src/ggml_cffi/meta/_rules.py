@@ -57,6 +57,11 @@ class Kind:
         return max((i + 1 for i, n in enumerate(self.ne) if n > 1), default=1)
 
     @property
+    def n_axes(self) -> int:
+        """Axes that the shape has: up to the last one that is not 1 long."""
+        return max((i + 1 for i, n in enumerate(self.ne) if n != 1), default=1)
+
+    @property
     def is_empty(self) -> bool:
         return 0 in self.ne
 
