@@ -141,7 +141,7 @@ def test_numbers_that_c_has_no_room_for_are_refused() -> None:
 
 
 def test_an_operand_of_another_context_is_kept() -> None:
-    ctx, other = prepared(), prepared()
+    other, ctx = prepared(), prepared()
     result = ops.add(ctx.tensor((2,)), other.tensor((2,)))
     gone = weakref.ref(other)
     del other

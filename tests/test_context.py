@@ -199,33 +199,41 @@ def test_shared_memory_keeps_it_open() -> None:
 
 
 def test_results_over_several_contexts() -> None:
+    """They go into the newest, whichever operand comes first: a request's, not the model's."""
     one, two = Context(), Context()
     a = one.from_numpy(np.ones(3, np.float32))
     b = two.from_numpy(np.full(3, 2, np.float32))
     first = a + b
-    assert first.context is one
-    assert (b * first).context is one  # the one that needs the other: no circle
+    assert first.context is two
+    assert (b * first).context is (a * first).context is two
+    other = Context()
+    assert ops.add(a, b, ctx=other).context is other
+    assert ops.add(a, b, ctx=one).context is two  # no circle
+    other.close()
+    assert not one.closed and not two.closed
     for context in (one, two):
         context.allocate("CPU")
     made = Graph(b * first).compile("CPU")
-    kept = weakref.ref(two)
-    del two, b
+    kept = weakref.ref(one)
+    del one, a, context
     gc.collect()
     assert kept() is not None
     np.testing.assert_array_equal(made(), [6, 6, 6])
-    other = kept()
-    assert other is not None
-    other.close()  # closes what needs it
-    assert one.closed and made.closed
+    older = kept()
+    assert older is not None
+    older.close()  # closes what needs it
+    assert two.closed and made.closed
 
 
 def test_the_one_that_needs_the_others() -> None:
     contexts = [Context() for _ in range(4)]
-    place([contexts[0], contexts[1]])
-    place([contexts[1], contexts[2]])
-    assert place([contexts[2], contexts[0]]) is contexts[0]
+    assert place([contexts[0], contexts[1]], contexts[0]) is contexts[0]
+    assert place([contexts[1], contexts[2]], contexts[1]) is contexts[1]
+    assert place([contexts[2], contexts[0]]) is contexts[0]  # not the newer one
     assert place([contexts[2], contexts[1], contexts[0]]) is contexts[0]
-    assert place([contexts[3], contexts[0]]) is contexts[3]
+    assert place([contexts[0], contexts[3], contexts[1]]) is contexts[3]
+    assert place([contexts[0], contexts[2]], contexts[2]) is contexts[0]
+    assert place([contexts[1], contexts[0]], contexts[3]) is contexts[3]
 
 
 @needs_meta

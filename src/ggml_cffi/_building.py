@@ -83,10 +83,9 @@ def build(
     if ctx is not None:
         if not isinstance(ctx, Context):
             raise TypeError(f"ctx is {ctx!r} ({type(ctx).__name__}), expected a Context")
-        contexts.insert(0, ctx)
-    if not contexts:
+    elif not contexts:
         raise TypeError(f"{function.__name__}: none of the operands is a Tensor: ctx is missing")
-    context = place(contexts)
+    context = place(contexts, ctx)
     context.handle  # noqa: B018 # raises after a fork, where another thread's lock may never be free
     with context._lock:
         try:

@@ -76,7 +76,7 @@ def custom(
         _kept.check_given_back(owners)
 
     contexts = [one.context for one in operands]
-    context = place([ctx, *contexts] if ctx is not None else contexts)
+    context = place(contexts, ctx)
     n0, n1, n2, n3 = ne_of(wanted)
     tasks = capi.GGML_N_TASKS_MAX if n_tasks is None else n_tasks
     with context._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import weakref
@@ -36,6 +37,7 @@ _SPARE = 16  # tensors that an operation may make at most
 _CPU = ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
 _LEAF, _INPUT, _RESULT = range(3)  # as building.hpp numbers them
 _TOO_LARGE = 1 << 60
+_numbers = itertools.count()
 
 
 class _Arenas(list[types.ggml_context]):
@@ -117,7 +119,9 @@ class Context(Owned[_Store]):
     """Where tensors are described; grows as it needs to.
 
     `tensor` and `from_numpy` make tensors, `allocate` gives them memory on a device. Operations on
-    them (`ops`) make tensors here too, which get memory where a graph is compiled.
+    them (`ops`) make tensors here too, which get memory where a graph is compiled; those on tensors
+    of several contexts in the newest of them, which the others stay open for, or in the `ctx` that
+    is given.
 
     Closing it closes what was compiled from it, and its tensors are gone. While an array of NumPy's
     shares memory with one of its tensors, closing raises BufferError. Several threads may use a
@@ -129,6 +133,7 @@ class Context(Owned[_Store]):
         store = _Store(self._lock)
         super().__init__(store, _Store.free)
         self._leaves, self._inputs, self._results = store.leaves, store.inputs, store.results
+        self._number = next(_numbers)  # older ones have smaller ones
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
@@ -322,17 +327,22 @@ class Context(Owned[_Store]):
         return f"<Context {'closed' if self.closed else f'at {id(self):#x}'}>"
 
 
-def place(contexts: Sequence[Context]) -> Context:
+def place(contexts: Iterable[Context], wanted: Context | None = None) -> Context:
     """Where the result of an operation on tensors of these contexts goes, and keep the others.
 
-    The one that needs the others, so that none ever needs itself.
+    One that none of the others needs, so that none ever needs itself: the one that is `wanted`, or
+    the newest. So it is a request's that goes with what is made from a model's, not the model's.
     """
-    first = contexts[0]
-    for other in contexts[1:]:
-        if other is not first and _reaches(other, first):
-            first = other
-    first._need(iter(contexts))
-    return first
+    distinct = list(dict.fromkeys([*contexts, *([wanted] if wanted else [])]))
+    free = [
+        one
+        for one in distinct
+        if not any(other is not one and _reaches(other, one) for other in distinct)
+    ]
+    found = wanted if wanted in free else max(free, key=lambda one: one._number)
+    assert found is not None
+    found._need(iter(distinct))
+    return found
 
 
 def reachable(contexts: Iterable[Context]) -> Iterator[Context]:
