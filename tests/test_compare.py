@@ -83,6 +83,35 @@ def test_all_results_are_compared(inputs: Any) -> None:
     assert str(found).count("\n") == len(found.nodes) - 1
 
 
+@pytest.mark.parametrize("sizes", [(3, 100, 7), (100, 7, 3), (7, 3, 100)])
+def test_an_index_is_good_for_all_that_it_is_of(sizes: tuple[int, ...]) -> None:
+    """As it is, as a view and as a copy: in the smallest of the tables."""
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        tables = [ctx.from_numpy(numbers(n, 4), name=f"{n} rows") for n in sizes]
+        ctx.allocate(device)
+        index = ctx.input(20, "i32", name="index")
+        used = [index, ops.cont(index), ops.reshape_2d(index, 20, 1)]
+        rows = [ops.get_rows(t, one) for t, one in zip(tables, used, strict=True)]
+        found = compare(Graph(rows[0] + rows[1] + rows[2]), device)
+        assert found.agrees and max(one.absolute for one in found.nodes) == 0
+
+
+def test_results_without_a_name_are_shown_by_what_they_are_made_of() -> None:
+    with MetaDevice(["CPU", "CPU"], RULES) as device, Context() as ctx:
+        graph = Graph(feed_forward(ctx, device))
+        found = compare(graph, device)
+        planned = device.plan(graph)
+    (first, *_), products = found.nodes, [one for one in found.nodes if one.op == "MUL_MAT"]
+    assert (first.name, first.label) == ("", "GET_ROWS of 'table', 'tokens'")
+    assert str(first).startswith("GET_ROWS       of 'table', 'tokens'  ")
+    assert [one.label for one in products] == [f"MUL_MAT of '{n}'" for n in ("gate", "up", "down")]
+    assert (found.nodes[-1].name, found.nodes[-1].label) == ("y", "y")
+    lines = str(planned).splitlines()
+    assert any(line.startswith("MUL_MAT        of 'down'   ") for line in lines)
+    assert any(line.startswith("MUL            y    ") for line in lines)
+    assert planned["y"].label == "y"
+
+
 def test_the_first_that_differs_is_named() -> None:
     calls = []
 

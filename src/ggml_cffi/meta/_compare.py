@@ -20,7 +20,8 @@ from ..device import device as find_device
 from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
-from ._nodes import op_name
+from ._nodes import nodes_of, op_name
+from ._planner import label
 from ._rules import VIEWS
 from ._split import SplitState
 
@@ -50,6 +51,8 @@ class Difference:
     absolute: float
     relative: float
     tolerance: float
+    label: str = ""
+    """The name; without one what it is made of, as in ``MUL_MAT of 'w', 'x'``."""
 
     @property
     def agrees(self) -> bool:
@@ -58,7 +61,8 @@ class Difference:
 
     def __str__(self) -> str:
         words = "" if self.agrees else "  differs"
-        return f"{self.op:<14} {self.name:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
+        label = self.name or self.label.removeprefix(f"{self.op} ")
+        return f"{self.op:<14} {label:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,12 @@ def compare(
                 whole = compiled.run(**_of(compiled.inputs, given))
         finally:
             capi.ggml_free(again)
-        found = (_difference(order[i], split[str(i)], whole[str(i)]) for i in chosen)
-        return Comparison(tuple(found))
+        nodes = nodes_of(order)
+        return Comparison(
+            tuple(
+                _difference(order[i], split[str(i)], whole[str(i)], label(nodes, i)) for i in chosen
+            )
+        )
 
 
 def _of(names: Iterable[str], given: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
@@ -204,26 +212,35 @@ def _random(
     if tensor.dtype.kind not in "iu":
         return rng.standard_normal(tensor.shape).astype(np.float32)
     count = np.arange(tensor.size).reshape(tensor.shape)
-    limit = 1
+    same = {tensor._address}  # it, its views and copies
+    limits = []  # of all that it is an index into
+    position = False
     for user in order:
-        op = op_name(user)
-        sources = [address(one) if one else 0 for one in user.src]
-        if tensor._address not in sources:
+        places = [k for k, one in enumerate(user.src) if one and address(one) in same]
+        if not places:
             continue
-        place = sources.index(tensor._address)
-        if op == "ROPE":
-            limit = max(limit, tensor.size)
-        elif op in ("GET_ROWS", "GET_ROWS_BACK") and place == 1:
-            limit = user.src[0].ne[1]
-        elif op == "SET_ROWS" and place == 1:
-            limit = user.src[2].ne[1]
-        elif op in ("MUL_MAT_ID", "ADD_ID") and place == 2:
-            limit = user.src[0].ne[2] if op == "MUL_MAT_ID" else user.src[1].ne[1]
-    return (count % limit).astype(tensor.dtype)
+        op = op_name(user)
+        if op in VIEWS or op in ("CONT", "DUP", "CPY"):
+            same.add(address(user))
+        elif op == "ROPE":
+            position = True
+        elif op in ("GET_ROWS", "GET_ROWS_BACK") and 1 in places:
+            limits.append((user.src[0] if op == "GET_ROWS" else user).ne[1])
+        elif op == "SET_ROWS" and 1 in places:
+            limits.append(user.src[2].ne[1])
+        elif op == "MUL_MAT_ID" and 2 in places:
+            limits.append(user.src[0].ne[2])
+        elif op == "ADD_ID" and 2 in places:
+            limits.append(user.src[1].ne[1])
+    limit = min(limits) if limits else tensor.size if position else 1
+    return (count % max(limit, 1)).astype(tensor.dtype)
 
 
 def _difference(
-    tensor: types.ggml_tensor, split: npt.NDArray[Any], whole: npt.NDArray[Any]
+    tensor: types.ggml_tensor,
+    split: npt.NDArray[Any],
+    whole: npt.NDArray[Any],
+    told: str = "",
 ) -> Difference:
     name, kind = capi.ggml_get_name(tensor), ggml_type(tensor.type)
     short = kind.name.removeprefix("GGML_TYPE_").lower()
@@ -237,4 +254,5 @@ def _difference(
     absolute = float(apart.max(initial=0.0))
     relative = absolute / largest if largest else (0.0 if absolute == 0 else np.nan)
     tolerance = 0.0 if exact else TOLERANCES.get(short, _QUANTIZED)
-    return Difference(name, op_name(tensor), split.shape, absolute, float(relative), tolerance)
+    op = op_name(tensor)
+    return Difference(name, op, split.shape, absolute, float(relative), tolerance, told)

@@ -174,7 +174,8 @@ def _refused(splits: Splits, i: int, why: str) -> str:
     for one in node.operands:
         if one is not None and one != i:
             operand, state = splits.nodes[one], splits.states[one]
-            told.append(f"{named(operand)} {in_words(operand, state)}")
+            name = named(operand) if operand.name else label(splits.nodes, one)
+            told.append(f"{name} {in_words(operand, state)}")
     return f"{named(node)} of {'; '.join(told)}: {why}" if told else f"{named(node)}: {why}"
 
 
@@ -183,6 +184,16 @@ def named(node: Node) -> str:
     if node.op == "NONE":
         return repr(node.name) if node.name else "a tensor without a name"
     return f"{node.op} {node.name!r}" if node.name else node.op
+
+
+def label(nodes: Sequence[Node], i: int) -> str:
+    """The name of a tensor, or what it is made of, as in ``MUL_MAT of 'w', 'x'``."""
+    node = nodes[i]
+    if node.name:
+        return node.name
+    operands = [nodes[one].name for one in node.operands if one is not None]
+    made_of = ", ".join(repr(name) for name in operands if name)
+    return f"{node.op} of {made_of}" if made_of else named(node)
 
 
 def in_words(node: Node, state: State | None) -> str:

@@ -20,8 +20,8 @@ from ..errors import SplitError
 from ._create import split_function
 from ._layout import unpermuted
 from ._nodes import nodes_of
-from ._planner import Mended, Refusal, mended, not_computed
-from ._rules import Kind, Node, State
+from ._planner import Mended, Refusal, label, mended, not_computed
+from ._rules import Kind, State
 from ._split import SplitState
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Planned(NamedTuple):
     """Whether it has memory of its own, as weights and caches do."""
     is_copy: bool = False
     """Whether it is put in: a copy of the tensor before it, which is used in that one's place."""
+    label: str = ""
+    """The name; without one what it is made of, as in ``MUL_MAT of 'w', 'x'``."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class AllReduce:
     """A sum of the addends that the devices have of a partial result."""
 
     tensor: str
-    """The name of the partial result; without one what it is made of, as in ``MUL_MAT of 'w'``."""
+    """The `label` of the partial result."""
     after: str
-    """The operation after which ggml does it: `tensor` itself, or a later one."""
+    """The label of the operation after which ggml does it: `tensor` itself, or a later one."""
     nbytes: int
     """Of the tensor, in F32."""
     n_copies: int
@@ -125,7 +127,8 @@ class Plan:
         for one in self.tensors:
             parts = one.shapes if one.split.is_split else one.shapes[:1]
             shapes = " ".join(f"({', '.join(map(str, shape))})" for shape in parts)
-            lines.append(f"{one.op:<14} {one.name:<28} {one.split!s:<28} {shapes}".rstrip())
+            label = one.name or one.label.removeprefix(f"{one.op} ")
+            lines.append(f"{one.op:<14} {label:<28} {one.split!s:<28} {shapes}".rstrip())
         for sum_ in self.all_reduces:
             lines.append(f"all-reduce of {sum_.tensor}: {sum_.moved:,} bytes moved")
         for name, weights, free in zip(self.devices, self.weights, self.free, strict=True):
@@ -160,24 +163,17 @@ def _told(device: MetaDevice, found: Mended, compute: int) -> Plan:
     ):
         if number not in alike:
             alike[number] = _alike(node.kind, state, n)
-        tensors.append(Planned(node.name, *alike[number], i in splits.given, i in found.barriers))
+        static, copied = i in splits.given, i in found.barriers
+        tensors.append(Planned(node.name, *alike[number], static, copied, label(nodes, i)))
     copies = copies_of_sum(n)
     sums = tuple(
-        AllReduce(_label(nodes, i), _label(nodes, last), 4 * math.prod(nodes[i].ne), copies)
+        AllReduce(label(nodes, i), label(nodes, last), 4 * math.prod(nodes[i].ne), copies)
         for i, last in found.reduces.items()
     )
     weights = [sum(one.nbytes[j] for one in tensors if one.is_static) for j in range(n)]
     free = tuple(child.memory.free for child in device.devices)
     names = tuple(child.name for child in device.devices)
     return Plan(names, tuple(tensors), sums, tuple(weights), compute, free)
-
-
-def _label(nodes: Sequence[Node], i: int) -> str:
-    """The name of a result, or what it is made of."""
-    node = nodes[i]
-    operands = [nodes[one].name for one in node.operands if one is not None]
-    made_of = ", ".join(repr(name) for name in operands if name)
-    return node.name or (f"{node.op} of {made_of}" if made_of else node.op)
 
 
 _Alike: TypeAlias = tuple[str, ggml_type, SplitState, tuple[tuple[int, ...], ...], tuple[int, ...]]
