@@ -505,6 +505,25 @@ def test_graphs_with_views_that_are_compiled_and_never_run() -> None:
             np.testing.assert_array_equal(kept(x=ones), ones * np.arange(6))
 
 
+def test_a_plan_says_that_the_split_function_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    def split(info: Any, n_devs: int) -> SplitState:
+        if info.name == "second":
+            raise RuntimeError("there is no rule")
+        return SplitState.by_ratio(info, axis=1, ratios=[1, 1])
+
+    with MetaDevice(["CPU", "CPU"], split) as device, Context() as ctx:
+        first = ctx.from_numpy(np.ones((4, 6), np.float32), name="first")
+        ctx.allocate(device)
+        x = ctx.input((3, 6), name="x")
+        fine = device.plan(Graph(x @ first.T))
+        assert fine.error == "" and "failed" not in str(fine)
+        second = ctx.from_numpy(np.ones((4, 6), np.float32), name="second")
+        ctx.allocate(device)
+        told = device.plan(Graph(x @ second.T))
+        assert "there is no rule" in told.error and not told["second"].split.is_split
+        assert str(told).endswith(told.error) and "has failed" in str(told)
+
+
 def test_more_views_of_weights_than_ggml_has_room_for() -> None:
     """In one graph: to empty the pools does not help."""
     with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:

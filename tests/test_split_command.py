@@ -35,10 +35,12 @@ def test_every_tensor_and_every_byte(model: Path, capsys: Any) -> None:
     assert len(tensors) == 5
     down = tensors["blk.0.ffn_down.weight"]
     assert down["split"] == "split along axis 0: 384 + 128"
+    assert down["axis"] == 0 and down["shares"] == [384, 128]
     assert down["nbytes"] == [384 * 256 * 4, 128 * 256 * 4]
     assert down["kind"] == "feed-forward" and down["type"] == "f32"
     whole = tensors["token_embd.weight"]
     assert whole["split"] == "mirrored" and whole["nbytes"] == [100 * 256 * 4] * 2
+    assert whole["axis"] is None and whole["shares"] == []
     assert whole["why"] == "each device needs all of it"
     assert tensors["output.weight"]["split"] == "split along axis 1: 75 + 25"
     for j, room in enumerate(found["devices"]):

@@ -43,6 +43,10 @@ class Placed:
     type: str
     shape: tuple[int, ...]
     split: str
+    axis: int | None
+    """The axis of ggml's that it is cut along, None where it is not cut."""
+    shares: tuple[int, ...]
+    """How many elements each device gets along it."""
     why: str
     nbytes: tuple[int, ...]
 
@@ -176,6 +180,8 @@ def _placed(tensor: GGUFTensor, policy: Policy, n_devs: int) -> Placed:
         type_name(tensor.type),
         tuple(tensor.shape),
         str(state),
+        int(state.axis) if state.is_split else None,
+        state.shares if state.is_split else (),
         policy.why(info, n_devs),
         _bytes(info, state, n_devs),
     )

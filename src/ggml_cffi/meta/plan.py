@@ -94,6 +94,8 @@ class Plan:
     """Bytes for inputs and results on every device: ggml takes as much as one alone would need."""
     free: tuple[int, ...]
     """Bytes that were free on each device when the plan was made; 0 where it does not say."""
+    error: str = ""
+    """What the split function raised, which has mirrored all tensors since: `MetaDevice.error`."""
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -136,6 +138,8 @@ class Plan:
             lines.append(
                 f"{name}: weights {weights:,}, compute {self.compute:,}, free {room} bytes"
             )
+        if self.error:
+            lines.append(f"the split function has failed, all since is mirrored: {self.error}")
         return "\n".join(lines)
 
 
@@ -173,7 +177,8 @@ def _told(device: MetaDevice, found: Mended, compute: int) -> Plan:
     weights = [sum(one.nbytes[j] for one in tensors if one.is_static) for j in range(n)]
     free = tuple(child.memory.free for child in device.devices)
     names = tuple(child.name for child in device.devices)
-    return Plan(names, tuple(tensors), sums, tuple(weights), compute, free)
+    error = "" if device.error is None else f"{type(device.error).__name__}: {device.error}"
+    return Plan(names, tuple(tensors), sums, tuple(weights), compute, free, error)
 
 
 _Alike: TypeAlias = tuple[str, ggml_type, SplitState, tuple[tuple[int, ...], ...], tuple[int, ...]]
