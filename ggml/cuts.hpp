@@ -129,6 +129,20 @@ inline bool meta_fills(const ggml_tensor * t, size_t size) {
     return !size || !on_meta_device(t) || cannot(t, cut_of(t), "ggml cannot fill it: write the bytes, or clear the buffer");
 }
 
+// ggml gives all tensors of the context memory anew, and what they had is out of reach.
+inline bool meta_gives_first(ggml_context * ctx, ggml_backend_buffer_type_t kind) {
+    if (!ggml_backend_buft_is_meta(kind)) {
+        return true;
+    }
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->buffer && !t->view_src) {
+            check::why = "'" + std::string(t->name) + "' has memory already: a meta device gives it to all tensors of a context at once";
+            return false;
+        }
+    }
+    return true;
+}
+
 #else // a release without meta devices
 
 inline void note_cut(const ggml_tensor *, int, bool) {}
@@ -138,6 +152,7 @@ inline bool meta_writes(const ggml_tensor *, const pieces &) { return true; }
 inline bool meta_takes_copy(const ggml_tensor *, const ggml_tensor *) { return true; }
 inline bool meta_moves_async(ggml_backend_t, const ggml_tensor *, const pieces &) { return true; }
 inline bool meta_fills(const ggml_tensor *, size_t) { return true; }
+inline bool meta_gives_first(ggml_context *, ggml_backend_buffer_type_t) { return true; }
 
 #endif
 

@@ -6,6 +6,7 @@ buffer is cleared.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from _backends import CHILDREN, COUNTS, ON_GPU, ON_HOST, children
 from _compute import Arena
 from _release import PINNED, needs, needs_meta
 
-from ggml_cffi import capi
+from ggml_cffi import _loader, capi
+from ggml_cffi._gen import build_info
+from ggml_cffi._handles import address
 from ggml_cffi.device import device
 from ggml_cffi.errors import AbortError, RPCError
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -913,9 +916,36 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
         close(compute(meta, graph, tensors[-1]), slices.expected[0])
 
 
+def test_a_context_that_is_allocated_twice_is_refused(n_devs):
+    with (
+        spread(n_devs, by_ratio()) as meta,
+        meta.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        ctx = arena.context()
+        first = arena.tensor(8, name="first", ctx=ctx)
+        arena.allocate(ctx)
+        capi.ggml_backend_tensor_set(first, np.arange(8, dtype=np.float32), 0)
+        arena.tensor(8, name="second", ctx=ctx)
+        kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
+        for allocate, where in (
+            (capi.ggml_backend_alloc_ctx_tensors, backend.handle),
+            (capi.ggml_backend_alloc_ctx_tensors_from_buft, kind),
+            (capi.ggml_backend_meta_alloc_ctx_tensors_from_buft, kind),
+        ):
+            with pytest.raises(ValueError, match="'first' has memory already: a meta device gives"):
+                allocate(ctx, where)
+        found = np.empty(8, np.float32)
+        capi.ggml_backend_tensor_get(first, found, 0)
+    close(found, np.arange(8))
+
+
 def test_a_context_that_is_allocated_twice(n_devs):
-    """If the last line fails, ggml has been mended."""
+    """Past the guard, which refuses it. If the last line fails, ggml has been mended."""
     found = np.empty(8, np.float32)
+    base = ctypes.CDLL(str(_loader.library_files(build_info)["ggml-base"]))
+    allocate = base.ggml_backend_alloc_ctx_tensors
+    allocate.restype = ctypes.c_void_p
     with (
         spread(n_devs, by_ratio()) as meta,
         meta.init_backend(1) as backend,
@@ -928,9 +958,11 @@ def test_a_context_that_is_allocated_twice(n_devs):
         capi.ggml_backend_tensor_get(first, found, 0)
         assert (found == 1).all()
         second = arena.tensor(8, name="second", ctx=ctx)
-        arena.allocate(ctx)
+        made = allocate(*(ctypes.c_void_p(address(one)) for one in (ctx, backend.handle)))
+        assert made == address(second.buffer)
         capi.ggml_backend_buffer_clear(second.buffer, 0)
         capi.ggml_backend_tensor_get(first, found, 0)
+        capi.ggml_backend_buffer_free(second.buffer)
     assert (found == 0).all()
 
 
