@@ -126,6 +126,34 @@ inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) 
     }
 }
 
+// Gives the tensors of a context memory by F. ggml tells them their buffer before all of it is there,
+// and leaves them with it where that fails: they stand unallocated again.
+template <auto F, class Where> inline ggml_backend_buffer_t allocate_all(ggml_context * context, Where where) {
+    std::vector<ggml_tensor *> bare;
+    for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
+        if (!t->buffer) {
+            bare.push_back(t);
+        }
+    }
+    const auto forget = [&bare] {
+        for (ggml_tensor * t : bare) {
+            t->buffer = nullptr;
+            t->data = nullptr;
+            t->extra = nullptr;
+        }
+    };
+    try {
+        const ggml_backend_buffer_t made = F(context, where);
+        if (!made) {
+            forget();
+        }
+        return made;
+    } catch (...) {
+        forget();
+        throw;
+    }
+}
+
 // ---- contexts that callers get by way of an address
 
 // One that comes by way of an address that the caller gave.

@@ -123,14 +123,23 @@ def test_targets(ctx: Context) -> None:
         assert ctx.allocate(backend) > 0
 
 
-def test_memory_that_cannot_be_had(ctx: Context) -> None:
+@pytest.mark.parametrize("where", ["CPU", pytest.param("meta", marks=needs_meta)])
+@pytest.mark.parametrize("n_between", [0, 70], ids=["one arena", "two arenas"])
+def test_memory_that_cannot_be_had(ctx: Context, where: str, n_between: int) -> None:
+    target = meta() if where == "meta" else device("CPU")
     small = ctx.from_numpy(np.ones(4, np.float32), name="small")
-    for i in range(70):  # another arena
+    for i in range(n_between):
         ctx.tensor(4, name=f"t{i}")
-    ctx.tensor((1 << 30, 1 << 20), name="huge")
-    with pytest.raises(MemoryError):
-        ctx.allocate("CPU")
-    assert not small.has_memory  # nothing is half done
+    huge = ctx.tensor((1 << 30, 1 << 20), name="huge")
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            ctx.allocate(target)
+        for one in (small, huge):  # nothing is half done
+            assert not one.has_memory and not one.handle.buffer and not one.handle.data
+        with pytest.raises(ValueError, match="has no memory"):
+            small.numpy()
+        made = Graph(small * 2).compile(target)  # as what it was before: a constant
+        np.testing.assert_array_equal(made(), np.full(4, 2))
 
 
 @needs_meta

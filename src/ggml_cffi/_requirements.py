@@ -48,6 +48,7 @@ WORDS = {
     "may_reserve": "no graph in its memory is being computed",
     "may_split": "no training uses the scheduler",
     "may_train": "the training has its scheduler",
+    "meta_gives_first": "a meta device gives all tensors of a context memory, and once",
     "meta_fills": "a tensor of a meta device is not filled with a byte",
     "meta_moves_async": "a meta device moves tensors asynchronously as a whole",
     "meta_reads": "of a tensor that is cut, a meta device reads whole slices across the cut",
