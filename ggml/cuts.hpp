@@ -135,8 +135,8 @@ inline bool meta_gives_first(ggml_context * ctx, ggml_backend_buffer_type_t kind
         return true;
     }
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-        if (t->buffer && !t->view_src) {
-            check::why = "'" + std::string(t->name) + "' has memory already: a meta device gives it to all tensors of a context at once";
+        if ((t->buffer || t->data) && !t->view_src) {
+            check::why = "'" + std::string(t->name) + "' has, or had, memory: a meta device gives it to all tensors of a context, and once";
             return false;
         }
     }

@@ -12,6 +12,7 @@
 #include <new>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 namespace ggml_cffi {
 
@@ -127,29 +128,33 @@ inline void forget_buffer(ggml_context * context, ggml_backend_buffer_t buffer) 
 }
 
 // Gives the tensors of a context memory by F. ggml tells them their buffer before all of it is there,
-// and leaves them with it where that fails: they stand unallocated again.
+// and leaves them with it where that fails: they are then what they were.
 template <auto F, class Where> inline ggml_backend_buffer_t allocate_all(ggml_context * context, Where where) {
-    std::vector<ggml_tensor *> bare;
+    struct place {
+        ggml_tensor *         tensor;
+        ggml_backend_buffer_t buffer;
+        void *                data;
+        void *                extra;
+    };
+    std::vector<place> before;
     for (ggml_tensor * t = ggml_get_first_tensor(context); t; t = ggml_get_next_tensor(context, t)) {
-        if (!t->buffer) {
-            bare.push_back(t);
-        }
+        before.push_back({ t, t->buffer, t->data, t->extra });
     }
-    const auto forget = [&bare] {
-        for (ggml_tensor * t : bare) {
-            t->buffer = nullptr;
-            t->data = nullptr;
-            t->extra = nullptr;
+    const auto put_back = [&before] {
+        for (const place & one : before) {
+            one.tensor->buffer = one.buffer;
+            one.tensor->data = one.data;
+            one.tensor->extra = one.extra;
         }
     };
     try {
         const ggml_backend_buffer_t made = F(context, where);
         if (!made) {
-            forget();
+            put_back();
         }
         return made;
     } catch (...) {
-        forget();
+        put_back();
         throw;
     }
 }

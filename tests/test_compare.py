@@ -112,6 +112,25 @@ def test_results_without_a_name_are_shown_by_what_they_are_made_of() -> None:
     assert planned["y"].label == "y"
 
 
+def test_results_whose_operands_have_no_name_either() -> None:
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        x = ctx.input((3, 4), name="x")
+        graph = Graph(ops.sqr(ops.sqr(ops.sqr(x))))
+        compared, planned = compare(graph, device).nodes[-1], device.plan(graph).tensors[-1]
+        assert compared.label == planned.label == "SQR"
+        for line in (str(compared), str(device.plan(graph)).splitlines()[3]):
+            assert line.startswith("SQR ") and line.count("SQR") == 1
+
+
+def test_there_is_nothing_to_compare() -> None:
+    with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
+        w = ctx.from_numpy(numbers(4, 3), name="w")
+        ctx.allocate(device)
+        for outputs in (w, w[1], ctx.input((0, 3), name="x") * 2):
+            found = compare(Graph(outputs), device)
+            assert found.nodes == () and found.agrees and str(found) == ""
+
+
 def test_the_first_that_differs_is_named() -> None:
     calls = []
 

@@ -163,6 +163,28 @@ def test_nothing_to_allocate(arena: Arena) -> None:
         capi.ggml_backend_alloc_ctx_tensors(arena.context(), arena.backend)
 
 
+def test_tensors_are_what_they_were_after_an_allocation_that_gives_none(cpu: Any) -> None:
+    """Views of what another context has, and what lies in the memory of the context itself."""
+    numbers, found = np.arange(8, dtype=np.float32), np.empty(4, np.float32)
+    with Arena(cpu) as arena:
+        w = arena.weight(8, name="w")
+        capi.ggml_backend_tensor_set(w, numbers, 0)
+        ctx = arena.context()
+        view = capi.ggml_view_1d(ctx, w, 4, 8)
+        own = arena.context(no_alloc=False)
+        inside = arena.tensor(4, ctx=own)
+        capi.ggml_set_f32(inside, 7.0)
+        capi.ggml_set_no_alloc(own, True)
+        before = [(one.buffer, one.data) for one in (view, inside)]
+        for one in (ctx, own):
+            with pytest.raises(GGMLError, match="allocated already or empty"):
+                capi.ggml_backend_alloc_ctx_tensors(one, cpu)
+        assert [(one.buffer, one.data) for one in (view, inside)] == before
+        capi.ggml_backend_tensor_get(view, found, 0)
+        np.testing.assert_array_equal(found, numbers[2:6])
+        assert capi.ggml_get_f32_1d(inside, 3) == 7.0
+
+
 @pytest.mark.parametrize("name", ["nobody", "CPU9"])
 def test_a_device_that_is_not_there(name: str) -> None:
     with pytest.raises(GGMLError, match="no device of that name"):

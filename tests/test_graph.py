@@ -459,7 +459,10 @@ def test_what_is_empty(ctx: Context, where: str) -> None:
                 found = made.run(**inputs)
                 assert found["nothing"].shape == shape
                 assert (found["row"] == 1).all()
-            assert Graph(outputs).compile(target).run(**inputs)
+            alone = Graph(outputs).compile(target)
+            found = alone(**{k: v for k, v in inputs.items() if k in alone.inputs})
+            assert found.shape == shape and found.dtype == np.float32
+            assert "leaf" not in alone.to_dot()
 
 
 def test_a_deep_graph(ctx: Context) -> None:

@@ -10,6 +10,7 @@ import collections
 import functools
 import operator
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,11 @@ import cffi
 import numpy as np
 import pytest
 
-from ggml_cffi import Backend, Context, Graph, MetaDevice, capi, device
+from ggml_cffi import Backend, Context, Graph, MetaDevice, _callbacks, capi, device, rpc
 from ggml_cffi._locks import with_all, with_or_without
 from ggml_cffi.backend import Turn
 from ggml_cffi.meta import policies
+from ggml_cffi.training import Trainer
 
 _call = operator.methodcaller("__call__")
 
@@ -66,6 +68,7 @@ def interrupted_when_taken(lock: Any, interrupt: Callable[[], object]) -> Any:
         "__exit__": lambda *_: lock.release(),
         "acquire": acquire,
         "release": lambda _: lock.release(),
+        "locked": lambda _: not is_free(lock),
     }
     return type("Lock", (), members)()
 
@@ -123,21 +126,90 @@ def test_a_lock_that_another_thread_has() -> None:
         lock.acquire()
 
 
-def test_backends_and_devices_go_on(interrupt: Callable[[], object]) -> None:
+def test_locks_are_given_back_after_an_interrupt_at_the_very_end(
+    interrupt: Callable[[], object],
+) -> None:
+    """Python sees it where the function has returned."""
+    end = type("End", (), {"__neg__": interrupt})()
+    locks = [threading.RLock() for _ in range(3)]
+    calls: list[Callable[[], object]] = [
+        lambda: with_all(locks, lambda: -end),
+        lambda: with_or_without(locks[0], lambda held: -end),
+    ]
+    for call in calls:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert all(map(is_free, locks))
+
+
+@pytest.mark.parametrize("at", ["one", "two", "shared", "within"])
+def test_backends_and_devices_go_on(
+    interrupt: Callable[[], object], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """Whatever their turn is interrupted in."""
     with (
         MetaDevice(["CPU"], policies.mirror()) as meta,
         Backend(meta) as one,
         Backend(device("CPU")) as two,
     ):
-        turn = Turn([one, two])
-        shared = meta._shared
+        turn, shared = Turn([one, two]), meta._shared
         assert shared is not None
+        real = {"one": one._lock, "two": two._lock, "shared": shared._lock}
+        owner = {"one": one, "two": two, "shared": shared}
         for _ in range(2):
+            called: list[bool] = []
+            with monkeypatch.context() as patch:
+                if at in owner:
+                    patch.setattr(owner[at], "_lock", interrupted_when_taken(real[at], interrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    turn.take(functools.partial(called.append, True) if at in owner else interrupt)
+            assert called == []
+            assert all(map(is_free, real.values()))
+        assert turn.take(lambda: [is_free(one) for one in real.values()]) == [False] * 3
+
+
+def test_what_is_closed_is_closed_after_an_interrupt(interrupt: Callable[[], object]) -> None:
+    """A lock that were not given back would keep it open for ever."""
+    with Context() as ctx:
+        x, w = ctx.input((2, 3), name="x"), ctx.from_numpy(np.ones((4, 3), np.float32), name="w")
+        ctx.allocate("CPU")
+        made = Graph(x @ w.T).compile("CPU", 1)
+        trainer = Trainer(x, x @ w.T, loss="mean_squared_error")
+        for one in (made, trainer):
+            real = one._lock
+            one._lock = interrupted_when_taken(real, interrupt)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
-                turn.take(interrupt)
-            assert is_free(one._lock) and is_free(two._lock) and is_free(shared._lock)
-        assert turn.take(lambda: (shared._lock.locked(), is_free(one._lock))) == (True, False)
+                one.close()
+            one._lock = real
+            assert not one.closed and is_free(real)
+            one.close()
+            assert one.closed
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python's with statement has a gap there")
+def test_callbacks_that_take_the_place_of_others(
+    interrupt: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _callbacks.replacing
+    monkeypatch.setattr(_callbacks, "replacing", interrupted_when_taken(real, interrupt))
+    with Backend(device("CPU")) as backend, pytest.raises(KeyboardInterrupt):
+        capi.ggml_backend_cpu_set_abort_callback(backend.handle, None)
+    monkeypatch.undo()
+    assert is_free(real)
+
+
+@pytest.mark.rpc
+def test_connections_are_opened_after_an_interrupt(
+    interrupt: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = rpc._connecting
+    with rpc.LocalWorkers(1, 1) as workers:
+        (address,) = workers.endpoints
+        monkeypatch.setattr(rpc, "_connecting", interrupted_when_taken(real, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rpc.connect(address, 10)
+        monkeypatch.undo()
+        assert is_free(real)
 
 
 def test_a_graph_is_told_of_its_views_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -933,11 +933,26 @@ def test_a_context_that_is_allocated_twice_is_refused(n_devs):
             (capi.ggml_backend_alloc_ctx_tensors_from_buft, kind),
             (capi.ggml_backend_meta_alloc_ctx_tensors_from_buft, kind),
         ):
-            with pytest.raises(ValueError, match="'first' has memory already: a meta device gives"):
+            with pytest.raises(ValueError, match="'first' has, or had, memory: a meta device"):
                 allocate(ctx, where)
         found = np.empty(8, np.float32)
         capi.ggml_backend_tensor_get(first, found, 0)
     close(found, np.arange(8))
+
+
+def test_a_context_with_memory_of_its_own_is_refused(n_devs):
+    with (
+        spread(n_devs, by_ratio()) as meta,
+        meta.init_backend(1) as backend,
+        Arena(backend.handle) as arena,
+    ):
+        ctx = arena.context(no_alloc=False)
+        own = arena.tensor(8, name="own", ctx=ctx)
+        capi.ggml_set_f32(own, 7.0)
+        capi.ggml_set_no_alloc(ctx, True)
+        with pytest.raises(ValueError, match="'own' has, or had, memory"):
+            arena.allocate(ctx)
+        assert capi.ggml_get_f32_1d(own, 7) == 7.0
 
 
 def test_a_context_that_is_allocated_twice(n_devs):

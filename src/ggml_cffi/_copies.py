@@ -64,8 +64,8 @@ def put_in(
 
 
 def filled(
-    context: types.ggml_context, tensors: list[types.ggml_tensor]
-) -> list[types.ggml_tensor]:
+    context: types.ggml_context, tensors: Sequence[types.ggml_tensor]
+) -> Sequence[types.ggml_tensor]:
     """The tensors of a graph, with one more where they need no memory at all.
 
     To allocate only what is empty, ggml has no address: it takes it for not allocated, and aborts.
@@ -95,6 +95,6 @@ def copied(
     """Copies of `tensors`, and their graph, for the time of the block."""
     context, copies = copy(tensors)
     try:
-        yield copies, graph_of(context, copies)
+        yield copies, graph_of(context, filled(context, copies))
     finally:
         capi.ggml_free(context)

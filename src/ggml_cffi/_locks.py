@@ -1,27 +1,33 @@
 """Locks that no interrupt leaves held.
 
-Python looks for signals between the steps of its own functions, but neither between a with
-statement and the lock of C's that it takes, nor within a function of C's. So locks are taken by
-the statement itself, each by one of its own, or all in one call of C's; a context manager written
-in Python, or `acquire()` in a line of its own, leaves a gap.
+Python looks for signals after each call that its own functions make, of C's functions as well; not
+within one of C's. So a lock is taken, and that it is noted, in one call, and what gives it back
+calls nothing before. `acquire()` in a line of its own leaves a gap, and so do a context manager
+that is written in Python and, from Python 3.14 on, the with statement itself.
 """
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-_Lock = contextlib.AbstractContextManager[Any]
+_acquire = operator.methodcaller("acquire", True, -1)  # blocking, without a limit
 
 
-def with_all(locks: Sequence[_Lock], function: Callable[[], _Result]) -> _Result:
+def with_all(locks: Sequence[Any], function: Callable[[], _Result]) -> _Result:
     """Call it while all of them are held, which are taken in this order."""
     if not locks:
         return function()
-    with locks[0]:
+    lock = locks[0]
+    taken: list[object] = []
+    try:
+        taken.extend(map(_acquire, (lock,)))
         return with_all(locks[1:], function)
+    finally:
+        if taken:
+            lock.release()
 
 
 def with_or_without(
@@ -33,5 +39,5 @@ def with_or_without(
         taken.extend(map(lock.acquire, (timeout > 0,), (timeout if timeout > 0 else -1,)))
         return function(taken[0])
     finally:
-        if any(taken):
+        if taken and taken[0]:
             lock.release()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ _SPARE = 16  # tensors that an operation may make at most
 _CPU = ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
 _LEAF, _INPUT, _RESULT = range(3)  # as building.hpp numbers them
 _TOO_LARGE = 1 << 60
+_Result = TypeVar("_Result")
 _numbers = itertools.count()
 
 
@@ -121,7 +121,7 @@ class Context(Owned[_Store]):
     `tensor` and `from_numpy` make tensors, `allocate` gives them memory on a device. Operations on
     them (`ops`) make tensors here too, which get memory where a graph is compiled; those on tensors
     of several contexts in the newest of them, which the others stay open for, or in the `ctx` that
-    is given.
+    is given; but where one of the contexts needs another one already, never in that.
 
     Closing it closes what was compiled from it, and its tensors are gone. While an array of NumPy's
     shares memory with one of its tensors, closing raises BufferError. Several threads may use a
@@ -239,44 +239,49 @@ class Context(Owned[_Store]):
         if not isinstance(where, Device):
             raise TypeError(f"target is {target!r}, expected a Device, a Backend or a name")
         kind = where.buffer_type(buffer_type)
-        with self._kept_open():
-            store = self.handle
-            done: list[types.ggml_backend_buffer] = []
-            if reorders(kind):
-                bare = (
-                    t for a in store.leaves for t in _tensors(a) if _tensor.is_without_memory(t)
-                )
-                check_weights(where.handle, kind, map(_described, bare))
-            try:
-                for arena in store.leaves:
-                    # ggml refuses where all of them are empty
-                    if any(
-                        _tensor.is_without_memory(t) and not capi.ggml_is_empty(t)
-                        for t in _tensors(arena)
-                    ):
-                        with raises_memory_error():
-                            done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
-                        capi.ggml_backend_buffer_set_usage(done[-1], usage)
-                        if where.type == _CPU:
-                            base = capi.ggml_backend_buffer_get_base(done[-1])
-                            size = capi.ggml_backend_buffer_get_size(done[-1])
-                            lib.ggml_cffi_use_large_pages(base, size)
-            except BaseException:
-                for arena, buffer in ((a, b) for a in store.leaves for b in done):
-                    lib.ggml_cffi_forget_buffer(arena, buffer)
-                for buffer in done:
-                    capi.ggml_backend_buffer_free(buffer)
-                raise
-            store.buffers += done
-            # a meta device gives all tensors of an arena memory anew
-            store.leaves.begin_anew()
-            self._reordered |= bool(done) and reorders(kind)
+        return self._while_allocating(lambda: self._allocate(where, kind, usage))
+
+    def _allocate(
+        self,
+        where: Device,
+        kind: types.ggml_backend_buffer_type,
+        usage: ggml_backend_buffer_usage | int,
+    ) -> int:
+        store = self.handle
+        done: list[types.ggml_backend_buffer] = []
+        if reorders(kind):
+            bare = (t for a in store.leaves for t in _tensors(a) if _tensor.is_without_memory(t))
+            check_weights(where.handle, kind, map(_described, bare))
+        try:
             for arena in store.leaves:
-                for handle in _tensors(arena):
-                    numbers = self._pending.pop(address(handle), None)
-                    if numbers is not None:
-                        _tensor.Tensor(handle, self, numbers.ndim).set(numbers)
-            return sum(capi.ggml_backend_buffer_get_size(buffer) for buffer in done)
+                # ggml refuses where all of them are empty
+                if any(
+                    _tensor.is_without_memory(t) and not capi.ggml_is_empty(t)
+                    for t in _tensors(arena)
+                ):
+                    with raises_memory_error():
+                        done.append(capi.ggml_backend_alloc_ctx_tensors_from_buft(arena, kind))
+                    capi.ggml_backend_buffer_set_usage(done[-1], usage)
+                    if where.type == _CPU:
+                        base = capi.ggml_backend_buffer_get_base(done[-1])
+                        size = capi.ggml_backend_buffer_get_size(done[-1])
+                        lib.ggml_cffi_use_large_pages(base, size)
+        except BaseException:
+            for arena, buffer in ((a, b) for a in store.leaves for b in done):
+                lib.ggml_cffi_forget_buffer(arena, buffer)
+            for buffer in done:
+                capi.ggml_backend_buffer_free(buffer)
+            raise
+        store.buffers += done
+        # a meta device gives all tensors of an arena memory anew
+        store.leaves.begin_anew()
+        self._reordered |= bool(done) and reorders(kind)
+        for arena in store.leaves:
+            for handle in _tensors(arena):
+                numbers = self._pending.pop(address(handle), None)
+                if numbers is not None:
+                    _tensor.Tensor(handle, self, numbers.ndim).set(numbers)
+        return sum(capi.ggml_backend_buffer_get_size(buffer) for buffer in done)
 
     def close(self) -> None:
         """Free it, and before that what was compiled from it. Closing twice is fine.
@@ -292,15 +297,14 @@ class Context(Owned[_Store]):
                 raise ValueError("the Context's tensors are being allocated: it stays open")
             super()._close()
 
-    @contextlib.contextmanager
-    def _kept_open(self) -> Iterator[None]:
-        """With the lock, while tensors get memory: what that calls cannot close it meanwhile."""
+    def _while_allocating(self, function: Callable[[], _Result]) -> _Result:
+        """Call what gives tensors memory, with the lock: nobody can close it meanwhile."""
         with self._lock:
             if self._allocating:
                 raise ValueError("the Context's tensors are being allocated")
-            self._allocating = True
             try:
-                yield
+                self._allocating = True
+                return function()
             finally:
                 self._allocating = False
 

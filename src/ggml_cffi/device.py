@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from . import capi
 from ._handles import Borrowed, address, raw
 from ._loader import ffi, lib
+from ._locks import with_all
 from ._runtime import helper, invoke
 from .capi import types
 from .enums import ggml_backend_dev_type
@@ -53,13 +54,16 @@ class Shared:
 
     def take(self, function: Callable[[], _Result], *, computes: bool = True) -> _Result:
         """Wait for the turn, and call it; what does not compute leaves all as it was."""
-        with self._lock:
-            self._owner = threading.get_ident()
+
+        def owned() -> _Result:
             try:
+                self._owner = threading.get_ident()
                 self.turns += computes
                 return function()
             finally:
                 self._owner = 0
+
+        return with_all((self._lock,), owned)
 
 
 _shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()

@@ -117,15 +117,16 @@ class Graph:
                 raise
         with self._open():
             order = self._order()
-            _room.make(where, (t for t in order if t.buffer and not t.view_src))
-        try:
-            return Compiled(self, target, n_threads, keep, assign, mend)
-        except AbortError as error:
-            if not _room.is_full(error):
-                raise
-            raise SplitError(
-                f"{where.name} cannot split the graph: {_room.lacking(order)}"
-            ) from error
+            weights = [t for t in order if t.buffer and not t.view_src]
+            assert where._shared is not None
+            where._shared.take(lambda: _room.make(where, weights))
+            try:
+                return Compiled(self, target, n_threads, keep, assign, mend)
+            except AbortError as error:
+                why = _room.lacking(order) if _room.is_full(error) else ""
+                if not why:
+                    raise
+                raise SplitError(f"{where.name} cannot split the graph: {why}") from error
 
     def to_dot(self) -> str:
         """The graph in graphviz's language: a node for each tensor, an edge for each operand.
@@ -363,7 +364,7 @@ class Compiled(Owned[_Store]):
         if any(one._reordered for one in reachable(graph._contexts)):
             self._check_weights(target)
         if isinstance(target, Scheduler):
-            store.memory = OnScheduler(target, len(self._tensors) + 1, self._pinned(assign))
+            store.memory = OnScheduler(target, len(self._tensors) + 2, self._pinned(assign))
         elif isinstance(target, Backend) and not isinstance(where, MetaDevice):
             store.memory = _OnBackend(target, own=False)
         else:
@@ -395,8 +396,8 @@ class Compiled(Owned[_Store]):
             for handle in (one.handle, one.handle.view_src):
                 if handle and is_without_memory(handle):
                     capi.ggml_set_output(handle)
-        self._tensors = filled(store.context, copies)
-        self._graph = store.graph = graph_of(store.context, self._tensors)
+        self._tensors = copies
+        self._graph = store.graph = graph_of(store.context, filled(store.context, copies))
 
     def _split(
         self,

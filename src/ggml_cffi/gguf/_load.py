@@ -50,7 +50,8 @@ def load(
     kind = where.buffer_type(buffer_type)
     weights = ((name, one.type, ne_of(one.ne[::-1])) for name, one in entries.items())
     check_weights(where.handle, kind, weights)
-    with ctx._kept_open():
+
+    def fill() -> dict[str, Tensor]:
         store = ctx.handle
         if not entries:
             return {}
@@ -82,6 +83,8 @@ def load(
         if keep is not None:
             store.keep.append(keep)
         return {n: Tensor(handle, ctx, len(entries[n].ne)) for n, handle in handles.items()}
+
+    return ctx._while_allocating(fill)
 
 
 def _describe(arena: types.ggml_context, name: str, entry: Entry) -> types.ggml_tensor:

@@ -21,7 +21,7 @@ from ..enums import ggml_type
 from ..errors import SplitError
 from ._create import split_function
 from ._nodes import nodes_of, op_name
-from ._planner import label
+from ._planner import beside, label
 from ._rules import VIEWS
 from ._split import SplitState
 
@@ -61,8 +61,8 @@ class Difference:
 
     def __str__(self) -> str:
         words = "" if self.agrees else "  differs"
-        label = self.name or self.label.removeprefix(f"{self.op} ")
-        return f"{self.op:<14} {label:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
+        told = beside(self.op, self.name, self.label)
+        return f"{self.op:<14} {told:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def compare(
         for tensor in graph.inputs:
             if tensor.name not in given:
                 given[tensor.name] = _random(tensor, order, np.random.default_rng(seed))
+        if not chosen:
+            return Comparison(())
         everything = Graph({str(i): graph._tensor(order[i]) for i in chosen})
         with everything.compile(meta) as compiled:
             split = compiled.run(**_of(compiled.inputs, given))

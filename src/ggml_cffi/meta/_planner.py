@@ -174,7 +174,9 @@ def _refused(splits: Splits, i: int, why: str) -> str:
     for one in node.operands:
         if one is not None and one != i:
             operand, state = splits.nodes[one], splits.states[one]
-            name = named(operand) if operand.name else label(splits.nodes, one)
+            name, made_of = named(operand), label(splits.nodes, one)
+            if not operand.name and made_of != name:
+                name = f"[{made_of}]"  # what follows is of the result
             told.append(f"{name} {in_words(operand, state)}")
     return f"{named(node)} of {'; '.join(told)}: {why}" if told else f"{named(node)}: {why}"
 
@@ -194,6 +196,11 @@ def label(nodes: Sequence[Node], i: int) -> str:
     operands = [nodes[one].name for one in node.operands if one is not None]
     made_of = ", ".join(repr(name) for name in operands if name)
     return f"{node.op} of {made_of}" if made_of else named(node)
+
+
+def beside(op: str, name: str, label: str) -> str:
+    """The label of a tensor in a line that has its operation already."""
+    return name or ("" if label == op else label.removeprefix(f"{op} "))
 
 
 def in_words(node: Node, state: State | None) -> str:

@@ -27,10 +27,13 @@ def is_full(error: AbortError) -> bool:
 def lacking(order: Sequence[types.ggml_tensor]) -> str:
     """Why a graph does not fit into pools that are empty: what it has most views of, and how many.
 
+    "" where it has none: then it is another pool.
     ``compute_headroom`` in ggml-backend-meta.cpp is the number of views for each tensor's room in
     the context that the weights are allocated from.
     """
     viewed = [one.view_src for one in order if one.view_src and one.view_src.buffer]
+    if not viewed:
+        return ""
     (most, count), *_ = Counter(map(address, viewed)).most_common(1)
     name = next(capi.ggml_get_name(one) for one in viewed if address(one) == most)
     return (

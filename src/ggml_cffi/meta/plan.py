@@ -20,7 +20,7 @@ from ..errors import SplitError
 from ._create import split_function
 from ._layout import unpermuted
 from ._nodes import nodes_of
-from ._planner import Mended, Refusal, label, mended, not_computed
+from ._planner import Mended, Refusal, beside, label, mended, not_computed
 from ._rules import Kind, State
 from ._split import SplitState
 
@@ -129,8 +129,8 @@ class Plan:
         for one in self.tensors:
             parts = one.shapes if one.split.is_split else one.shapes[:1]
             shapes = " ".join(f"({', '.join(map(str, shape))})" for shape in parts)
-            label = one.name or one.label.removeprefix(f"{one.op} ")
-            lines.append(f"{one.op:<14} {label:<28} {one.split!s:<28} {shapes}".rstrip())
+            told = beside(one.op, one.name, one.label)
+            lines.append(f"{one.op:<14} {told:<28} {one.split!s:<28} {shapes}".rstrip())
         for sum_ in self.all_reduces:
             lines.append(f"all-reduce of {sum_.tensor}: {sum_.moved:,} bytes moved")
         for name, weights, free in zip(self.devices, self.weights, self.free, strict=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from ._optimizers import SGD, AdamW, Optimizer
 from ._target import scheduler_for
 
 __all__ = ["Trainer"]
+
+_Result = TypeVar("_Result")
 
 Record = dict[str, float]
 """Numbers of an epoch by name: ``loss``, ``accuracy``, ``val_loss``, ``val_accuracy``."""
@@ -137,8 +139,7 @@ class Trainer(Owned[_Store]):
                 super().__init__(store, _Store.free, (*graph._contexts, self._scheduler))
                 self._lent = Loans(self._resource)
                 try:
-                    with self._computing():
-                        self._engine(1)
+                    self._compute(lambda: self._engine(1))
                 except BaseException:
                     self.close()
                     raise
@@ -217,6 +218,7 @@ class Trainer(Owned[_Store]):
         cannot hold, AbortError where ggml gives up, and what `on_epoch` and a schedule raise.
         """
         with self._using():
+            self._check_usable()
             self._check(dataset)
             epochs = count("epochs", epochs)
             training, validation = _split(dataset, validation_split, validation_data)
@@ -261,8 +263,7 @@ class Trainer(Owned[_Store]):
                     for at in range(step * size, end, self._batch):
                         data, labels = self._rows(dataset, order[at : at + self._batch])
                         last = at + self._batch == end
-                        with self._computing():
-                            engine.add(data, labels, result, first + step, last)
+                        self._compute(partial(engine.add, data, labels, result, first + step, last))
                         if bar.update(1):
                             bar.show(self._record(result))
             except BaseException:
@@ -307,6 +308,7 @@ class Trainer(Owned[_Store]):
         Raises as `fit` does for data and labels that do not fit, ValueError where there are none.
         """
         with self._using():
+            self._check_usable()
             self._check(dataset)
             if not len(dataset):
                 raise ValueError("the Dataset is empty: there is nothing to evaluate")
@@ -328,6 +330,7 @@ class Trainer(Owned[_Store]):
         ``outputs.argmax(axis=1)``. Raises as `fit` does for data that do not fit.
         """
         with self._using():
+            self._check_usable()
             array = Dataset(data).data
             self._check(Dataset(array), labels=False)
             found = np.empty((len(array), self._width), np.float32)
@@ -348,8 +351,7 @@ class Trainer(Owned[_Store]):
                 rows = np.concatenate(
                     [rows, np.zeros((self._batch - n, *rows.shape[1:]), rows.dtype)]
                 )
-            with self._computing():
-                outputs = forward.run(**{self._model.inputs.name: rows})
+            outputs = self._compute(partial(forward.run, **{self._model.inputs.name: rows}))
             yield begin, next(iter(outputs.values()))[:n]
 
     # ---- files
@@ -370,6 +372,7 @@ class Trainer(Owned[_Store]):
         Raises ValueError for parameters without a name or with the same one, OSError.
         """
         with self._using():
+            self._check_usable()
             state = None
             if optimizer_state:
                 moments = self._current_moments()
@@ -386,6 +389,7 @@ class Trainer(Owned[_Store]):
         another optimiser; then nothing has changed. OSError where it cannot be read.
         """
         with self._using():
+            self._check_usable()
             numbers, state = _checkpoint.load(path, self._named())
             if state is None:
                 state = _checkpoint.State(self._name, 0, 0, {})
@@ -421,28 +425,28 @@ class Trainer(Owned[_Store]):
 
     # ---- closing
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """By one thread at a time. Raises where it is closed, or was made before a fork."""
+    def _using(self) -> threading.RLock:
+        """The lock, for one thread at a time; then `_check_usable` once more."""
         self.handle  # noqa: B018 # before the lock, which a fork may have copied as it was held
         if thread.kernels:  # on another thread, maybe, than the one that has the lock
             self._check_idle()
-        with self._lock:
-            self.handle  # noqa: B018 # another thread may have closed it meanwhile
-            self._check_idle()
-            yield
+        return self._lock
+
+    def _check_usable(self) -> None:
+        """Raises where it is closed, by another thread meanwhile, or computes."""
+        self.handle  # noqa: B018
+        self._check_idle()
 
     def _check_idle(self) -> None:
         if self._busy:
             raise ValueError("the Trainer computes: what is called from there cannot use it")
 
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _compute(self, function: Callable[[], _Result]) -> _Result:
         self.handle  # noqa: B018 # raises where a callback has closed it
         since = _kept.newest()
-        self._busy = True
         try:
-            yield
+            self._busy = True
+            return function()
         except BaseException:
             _kept.lend(self._lent, since)
             raise
