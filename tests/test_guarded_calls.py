@@ -208,15 +208,16 @@ def test_threads_that_cannot_be_started() -> None:
 def test_a_fork_in_an_operation_of_several_threads() -> None:
     """The child has none of the other threads: it leaves the computation, which nobody can end."""
     ended = child("""
-        import os
+        import os, threading
         from ggml_cffi import AbortError, capi
         cpu = capi.ggml_backend_cpu_init()
         capi.ggml_backend_cpu_set_n_threads(cpu, 2)
         ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
         x = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 64, 64)
-        pids = []
-        def fork(dst, a, ith, nth):
-            pids.append(os.fork())
+        pids, caller = [], threading.get_ident()
+        def fork(dst, a, ith, nth):  # on all threads
+            if threading.get_ident() == caller:
+                pids.append(os.fork())
         forked = capi.ggml_map_custom1(ctx, capi.ggml_mul_mat(ctx, x, x), fork, 1)
         graph = capi.ggml_new_graph(ctx)
         capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, forked, x))

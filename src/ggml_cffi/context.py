@@ -337,7 +337,7 @@ def place(contexts: Iterable[Context], wanted: Context | None = None) -> Context
     One that none of the others needs, so that none ever needs itself: the one that is `wanted`, or
     the newest. So it is a request's that goes with what is made from a model's, not the model's.
     """
-    distinct = list(dict.fromkeys([*contexts, *([wanted] if wanted else [])]))
+    distinct: list[Context] = list(dict.fromkeys([*contexts, *([wanted] if wanted else [])]))
     free = [
         one
         for one in distinct
