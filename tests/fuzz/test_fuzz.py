@@ -24,7 +24,7 @@ from ggml_cffi import capi
 
 ASKED = int(os.environ.get("GGML_CFFI_FUZZ") or 0)
 SANITIZED = "libasan" in Path("/proc/self/maps").read_text(encoding="utf-8")
-EXAMPLES = ASKED or (60 if SANITIZED else 300)  # where all takes several times as long
+EXAMPLES = ASKED or (140 if SANITIZED else 300)  # where all takes several times as long
 NODES = 30
 
 pytestmark = pytest.mark.skipif(
