@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Collections, which many tests ask for, need not look at thousands of tests each time."""
-    gc.collect()
-    gc.freeze()
+    if sys.version_info < (3, 14):  # Hypothesis asks there who refers to what, all things included
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from _backends import CHILDREN, COUNTS, ON_GPU, ON_HOST, children
 from _compute import Arena
-from _release import PINNED, needs, needs_meta
+from _release import PINNED, has, needs, needs_meta
 
 from ggml_cffi import _loader, capi
 from ggml_cffi._gen import build_info
@@ -928,11 +928,13 @@ def test_a_context_that_is_allocated_twice_is_refused(n_devs):
         capi.ggml_backend_tensor_set(first, np.arange(8, dtype=np.float32), 0)
         arena.tensor(8, name="second", ctx=ctx)
         kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
-        for allocate, where in (
+        ways = [
             (capi.ggml_backend_alloc_ctx_tensors, backend.handle),
             (capi.ggml_backend_alloc_ctx_tensors_from_buft, kind),
-            (capi.ggml_backend_meta_alloc_ctx_tensors_from_buft, kind),
-        ):
+        ]
+        if has("ggml_backend_meta_alloc_ctx_tensors_from_buft"):
+            ways.append((capi.ggml_backend_meta_alloc_ctx_tensors_from_buft, kind))
+        for allocate, where in ways:
             with pytest.raises(ValueError, match="'first' has, or had, memory: a meta device"):
                 allocate(ctx, where)
         found = np.empty(8, np.float32)

@@ -538,13 +538,20 @@ def test_more_views_of_weights_than_ggml_has_room_for() -> None:
             return Graph(y)
 
         ones = np.ones((3, 6))
-        with graph(1024).compile(device) as made:
-            text = "1,025 views of weights, 1,025 of them of 'table', and ggml has no room"
+        most = 1024  # 16 for each tensor that the Context has room for
+        try:
+            graph(most).compile(device).close()
+        except SplitError:  # a newer release: for each that it has
+            assert not PINNED
+            most = 16
+        with graph(most).compile(device) as made:
+            n = f"{most + 1:,}"
+            text = f"{n} views of weights, {n} of them of 'table', and ggml has no room"
             with pytest.raises(SplitError, match=text):
-                graph(1025).compile(device)
-            np.testing.assert_array_equal(made(x=ones), 1026 * ones)
-        with graph(1024).compile(device) as made:
-            np.testing.assert_array_equal(made(x=ones), 1026 * ones)
+                graph(most + 1).compile(device)
+            np.testing.assert_array_equal(made(x=ones), (most + 2) * ones)
+        with graph(most).compile(device) as made:
+            np.testing.assert_array_equal(made(x=ones), (most + 2) * ones)
 
 
 def test_graphs_with_views_of_weights_are_run_in_any_order() -> None:
