@@ -5,6 +5,7 @@ The package `aborts` has one small function for each assertion of ggml.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -232,6 +233,7 @@ def test_what_would_read_out_of_bounds_never_reaches_ggml(name: str) -> None:
     def bad(info: Any, n_devs: int) -> Any:
         return vars(answer) if info.name == "w" else SplitState.mirrored()
 
+    gc.collect()  # what other tests have left
     live = diagnostics.live_handles()
     with MetaDevice(["CPU", "CPU"], bad, on_error="raise") as device:
         backend = capi.ggml_backend_dev_init(device.handle)

@@ -159,6 +159,7 @@ def test_closing_a_backend_object_in_its_operation(arena: Arena) -> None:
 
 
 def test_a_backend_object_that_was_not_closed_is_collected(arena: Arena) -> None:
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     backend = Backend(device("CPU"), 1)
     held = [backend]

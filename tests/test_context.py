@@ -160,6 +160,7 @@ def test_a_split_that_fails(ctx: Context) -> None:
 
 
 def test_closing(ctx: Context) -> None:
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     context = Context()
     x = context.from_numpy(np.ones(3, np.float32))
@@ -178,6 +179,7 @@ def test_closing(ctx: Context) -> None:
 
 
 def test_a_tensor_keeps_its_context() -> None:
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()["ggml_context"]
     context = Context()
     kept = weakref.ref(context)

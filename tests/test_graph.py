@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import shutil
 import subprocess
@@ -134,6 +135,7 @@ def test_a_row_parallel_product_is_read(ctx: Context) -> None:
 @needs_meta
 def test_weights_that_are_elsewhere(ctx: Context) -> None:
     graph = Graph(layer(ctx))
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     text = r"'w' has its memory on CPU, not on Meta\(CPU,CPU\)"
     with MetaDevice(["CPU", "CPU"], columns) as spread, pytest.raises(SplitError, match=text):
@@ -153,6 +155,7 @@ def test_what_a_meta_device_cannot_cut_is_named(ctx: Context) -> None:
             r"MUL_MAT 'product' of 'w' \(6, 8\), split along axis 0 4\+4; "
             r"'x' \(3, 8\), mirrored: a weight goes with .* \(ggml would abort: fatal error\)"
         )
+        gc.collect()  # what other tests have left
         before = diagnostics.live_handles()
         with pytest.raises(SplitError, match=text):
             Graph(ops.relu(product)).compile(spread)
@@ -478,6 +481,7 @@ def test_a_deep_graph(ctx: Context) -> None:
 def test_too_little_memory(ctx: Context) -> None:
     x = ctx.input(1 << 16, name="x")
     huge = ops.repeat_4d(x, 1 << 16, 1 << 24, 1, 1)
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     with pytest.raises(MemoryError, match="failed to allocate"):
         Graph(huge).compile("CPU")
@@ -504,6 +508,7 @@ def test_threads_share_what_is_compiled(ctx: Context) -> None:
 
 
 def test_closing_frees_it(ctx: Context) -> None:
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     y = layer(ctx)
     with Graph(y).compile("CPU") as made:

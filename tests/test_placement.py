@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_views_of_it_are_refused(ctx: Context) -> None:
             use()
     x = ctx.input(X.shape, name="x")
     for wrong in (ops.mul_mat(part, x), ops.mul_mat(ops.reshape_2d(w, 256, 64), x)):
+        gc.collect()  # what other tests have left
         before = diagnostics.live_handles()
         with pytest.raises(ValueError, match=r"(VIEW|RESHAPE) of the weight 'w': CPU_REPACK"):
             Graph(wrong).compile("CPU")
@@ -145,6 +147,7 @@ def test_weights_that_it_does_not_take(ctx: Context, kind: str, shape: tuple[int
     fits = ctx.from_numpy(W, name="fits", dtype="q4_0")
     wrong = ctx.tensor(shape, kind, name="wrong")
     assert not CPU.supports_weight(REPACK, kind, shape) and CPU.supports_weight("CPU", kind, shape)
+    gc.collect()  # what other tests have left
     before = diagnostics.live_handles()
     text = rf"the weight 'wrong', {kind} of shape \({', '.join(map(str, shape))}.*CPU_REPACK"
     with pytest.raises(ValueError, match=text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,7 @@ def test_large_graphs(ctx: Context, backends: Any) -> None:
 def test_reserving(ctx: Context, backends: Any) -> None:
     graph = Graph(model(ctx)[-1])
     with Scheduler(backends) as scheduler:
+        gc.collect()  # what other tests have left
         before = diagnostics.live_handles()
         sizes = scheduler.reserve(graph)
         assert list(sizes) == backends and sum(sizes.values()) > 0
@@ -136,6 +138,7 @@ def test_too_little_memory(ctx: Context, backends: Any) -> None:
     x = ctx.input(1 << 16, name="x")
     graph = Graph(ops.repeat_4d(x, 1 << 16, 1 << 24, 1, 1))
     with Scheduler(backends) as scheduler:
+        gc.collect()  # what other tests have left
         before = diagnostics.live_handles()
         for ask in (graph.compile, lambda where: where.reserve(graph)):
             with pytest.raises(MemoryError, match="failed to allocate"):
