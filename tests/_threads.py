@@ -26,7 +26,7 @@ def demand() -> tuple[dict[str, float], bool]:
     return spent, now
 
 
-def idle(threads: int, seconds: float = 2.0) -> bool:
+def idle(threads: int, seconds: float = 5.0) -> bool:
     """Whether the process comes to rest with so many threads, or fewer, within `seconds`.
 
     Threads that are ending are given time to; then, while this one sleeps, hardly any other may
