@@ -144,6 +144,7 @@ def place(error: AbortError | NotSupportedError) -> tuple[str, int]:
 
 def check_census(one: Site, backend: Any) -> None:
     """An abort is an exception, and leaves a working backend, no threads and no work behind."""
+    check_product(backend, 1)  # the threads of a pool, such as OpenMP's, come with the first one
     threads, aborts = threads_of_process(), diagnostics.caught_aborts()
     error = abort(one, backend)
     assert diagnostics.caught_aborts() == aborts + 1
