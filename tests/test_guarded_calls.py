@@ -214,11 +214,12 @@ def test_a_fork_in_an_operation_of_several_threads() -> None:
         capi.ggml_backend_cpu_set_n_threads(cpu, 2)
         ctx = capi.ggml_init(mem_size=1 << 20, no_alloc=True)
         x = capi.ggml_new_tensor_2d(ctx, capi.GGML_TYPE_F32, 64, 64)
-        pids, caller = [], threading.get_ident()
-        def fork(dst, a, ith, nth):  # on all threads
+        pids, caller, both = [], threading.get_ident(), threading.Barrier(2)
+        def fork(dst, a, ith, nth):
+            both.wait(30)  # Python's fork hangs where a thread is about to enter it
             if threading.get_ident() == caller:
                 pids.append(os.fork())
-        forked = capi.ggml_map_custom1(ctx, capi.ggml_mul_mat(ctx, x, x), fork, 1)
+        forked = capi.ggml_map_custom1(ctx, capi.ggml_mul_mat(ctx, x, x), fork, 2)
         graph = capi.ggml_new_graph(ctx)
         capi.ggml_build_forward_expand(graph, capi.ggml_mul_mat(ctx, forked, x))
         buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, cpu)
