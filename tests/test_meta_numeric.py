@@ -6,8 +6,9 @@ buffer is cleared.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -916,20 +917,27 @@ def test_a_graph_with_views_of_weights_that_is_computed_again(n_devs, rng):
         close(compute(meta, graph, tensors[-1]), slices.expected[0])
 
 
-def test_a_context_that_is_allocated_twice_is_refused(n_devs):
+@contextlib.contextmanager
+def on_meta_device(n_devs: int) -> Iterator[Arena]:
+    """What makes things on a meta device that cuts all tensors alike."""
     with (
         spread(n_devs, by_ratio()) as meta,
         meta.init_backend(1) as backend,
         Arena(backend.handle) as arena,
     ):
+        yield arena
+
+
+def test_a_context_that_is_allocated_twice_is_refused(n_devs):
+    with on_meta_device(n_devs) as arena:
         ctx = arena.context()
         first = arena.tensor(8, name="first", ctx=ctx)
         arena.allocate(ctx)
         capi.ggml_backend_tensor_set(first, np.arange(8, dtype=np.float32), 0)
         arena.tensor(8, name="second", ctx=ctx)
-        kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
+        kind = capi.ggml_backend_get_default_buffer_type(arena.backend)
         ways = [
-            (capi.ggml_backend_alloc_ctx_tensors, backend.handle),
+            (capi.ggml_backend_alloc_ctx_tensors, arena.backend),
             (capi.ggml_backend_alloc_ctx_tensors_from_buft, kind),
         ]
         if has("ggml_backend_meta_alloc_ctx_tensors_from_buft"):
@@ -943,11 +951,7 @@ def test_a_context_that_is_allocated_twice_is_refused(n_devs):
 
 
 def test_a_context_with_memory_of_its_own_is_refused(n_devs):
-    with (
-        spread(n_devs, by_ratio()) as meta,
-        meta.init_backend(1) as backend,
-        Arena(backend.handle) as arena,
-    ):
+    with on_meta_device(n_devs) as arena:
         ctx = arena.context(no_alloc=False)
         own = arena.tensor(8, name="own", ctx=ctx)
         capi.ggml_set_f32(own, 7.0)
@@ -963,11 +967,7 @@ def test_a_context_that_is_allocated_twice(n_devs):
     base = ctypes.CDLL(str(_loader.library_files(build_info)["ggml-base"]))
     allocate = base.ggml_backend_alloc_ctx_tensors
     allocate.restype = ctypes.c_void_p
-    with (
-        spread(n_devs, by_ratio()) as meta,
-        meta.init_backend(1) as backend,
-        Arena(backend.handle) as arena,
-    ):
+    with on_meta_device(n_devs) as arena:
         ctx = arena.context()
         first = arena.tensor(8, name="first", ctx=ctx)
         arena.allocate(ctx)
@@ -975,7 +975,7 @@ def test_a_context_that_is_allocated_twice(n_devs):
         capi.ggml_backend_tensor_get(first, found, 0)
         assert (found == 1).all()
         second = arena.tensor(8, name="second", ctx=ctx)
-        made = allocate(*(ctypes.c_void_p(address(one)) for one in (ctx, backend.handle)))
+        made = allocate(*(ctypes.c_void_p(address(one)) for one in (ctx, arena.backend)))
         assert made == address(second.buffer)
         capi.ggml_backend_buffer_clear(second.buffer, 0)
         capi.ggml_backend_tensor_get(first, found, 0)

@@ -181,7 +181,7 @@ def _placed(tensor: GGUFTensor, policy: Policy, n_devs: int) -> Placed:
         tuple(tensor.shape),
         str(state),
         int(state.axis) if state.is_split else None,
-        state.shares if state.is_split else (),
+        state.shares,
         policy.why(info, n_devs),
         _bytes(info, state, n_devs),
     )
