@@ -291,6 +291,18 @@ inline bool attends(const ggml_tensor * q, const ggml_tensor * k, const ggml_ten
            (to->op_params[3] == 0 || to->op_params[3] == 10) && (!sinks || dense_row(sinks));
 }
 
+// Many queries are taken against tiles of 64 keys. The keys that the last tile lacks get no weight, but they get it
+// before the scores are capped: tanh makes a finite score of it again. Only a mask takes it away for good.
+inline bool weighs_missing_keys(const ggml_tensor * node) {
+    if (node->op != GGML_OP_FLASH_ATTN_EXT || node->src[3]) {
+        return false;
+    }
+    const ggml_tensor * k = node->src[1];
+    const int64_t tile = 64;
+    return float_param(node, 2) != 0 && node->src[0]->ne[1] >= tile && k->ne[1] % tile != 0 && is_f32_or_f16(k) &&
+           k->type == node->src[2]->type;
+}
+
 inline bool convolves_depthwise(const ggml_tensor * result, const ggml_tensor * kernel, const ggml_tensor * data) {
     if (!is_f32(data) || !is_f32(result) || !is_f32_or_f16(kernel) || kernel->ne[3] != data->ne[2]) {
         return false;
@@ -514,7 +526,7 @@ inline bool cpu_takes(const ggml_tensor * node) {
             return true; // another release's: nothing is known about it
         }
     }
-    return !k || k->takes(node, node->src);
+    return !k || (k->takes(node, node->src) && !weighs_missing_keys(node));
 }
 
 // Newer releases mark the nodes that are computed, older ones compute all.
@@ -566,6 +578,10 @@ inline bool no_kernel_for(const ggml_tensor * node) {
             why += separator + described(src);
             separator = ", ";
         }
+    }
+    if (weighs_missing_keys(node)) {
+        why += ": of capped scores without a mask it would weigh keys that are not there, as their number is no multiple "
+               "of 64; a mask of zeros makes it right";
     }
     return false;
 }

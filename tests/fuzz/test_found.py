@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from _compute import Arena
-from _release import needs_meta
+from _release import PINNED, needs_meta, not_here
 from splits import Limit
 
-from ggml_cffi import AbortError, capi, device
+from ggml_cffi import AbortError, _loader, capi, device, ffi
+from ggml_cffi._gen import build_info
 from ggml_cffi.meta import MetaDevice, SplitState
 
 F32, I32 = capi.GGML_TYPE_F32, capi.GGML_TYPE_I32
@@ -118,6 +120,77 @@ def test_conv_1d_of_a_batch_is_refused(arena, half):
     wanted = padded[:-2] + padded[1:-1] + padded[2:]
     found = compute(arena, ctx, conv(tensor, leaf(arena, x)))
     np.testing.assert_allclose(found, [wanted, wanted], rtol=0, atol=2e-2)
+
+
+# ---- capped attention of many queries without a mask
+
+CAP, SCALE = 2.0, 0.25
+
+
+def attention(arena: Arena, n: int, keys: int, kind: int, masked: bool, cap: float) -> Any:
+    """The result of flash_attn_ext of a head, and what it has to be."""
+    q, k, v = (numbers(rows, 32) for rows in (n, keys, keys))
+    ctx = arena.context()
+    tensors = [leaf(arena, q)]
+    for array in (k, v):
+        tensors.append(arena.weight(32, keys, type=kind))
+        dtype = {F32: np.float32, capi.GGML_TYPE_F16: np.float16}.get(kind)
+        if dtype is None:
+            array = np.uint32(array.view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            array = array.astype(dtype)
+        capi.ggml_backend_tensor_set(tensors[-1], array, 0)
+    mask = None
+    if masked:
+        mask = arena.weight(keys, n, type=capi.GGML_TYPE_F16)
+        capi.ggml_backend_tensor_set(mask, np.zeros((n, keys), np.float16), 0)
+    scores = SCALE * (q @ k.T)
+    if cap:
+        scores = cap * np.tanh(scores / cap)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    wanted = weights / weights.sum(1, keepdims=True) @ v
+    return ctx, capi.ggml_flash_attn_ext(ctx, *tensors, mask, SCALE, 0.0, cap), wanted
+
+
+@pytest.mark.parametrize("kind", [F32, capi.GGML_TYPE_F16], ids=["f32", "f16"])
+@pytest.mark.parametrize(("n", "keys"), [(64, 1), (100, 65), (200, 130)])
+def test_capped_attention_weighs_no_keys_that_are_not_there(arena, n, keys, kind):
+    """The CPU's kernel takes 64 keys at a time, and lets those that the last 64 lack take part."""
+    ctx, result, _ = attention(arena, n, keys, kind, False, CAP)
+    with pytest.raises(ValueError, match=r"FLASH_ATTN_EXT .* not there.* a mask of zeros makes it"):
+        compute(arena, ctx, result)
+    ctx, result, wanted = attention(arena, n, keys, kind, True, CAP)
+    np.testing.assert_allclose(compute(arena, ctx, result), wanted, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("n", "keys", "kind", "cap"),
+    [
+        (63, 65, F32, CAP),
+        (100, 128, F32, CAP),
+        (100, 65, capi.GGML_TYPE_BF16, CAP),
+        (100, 65, F32, 0.0),
+    ],
+    ids=["few queries", "full tiles", "bf16", "no cap"],
+)
+def test_capped_attention_that_is_right(arena, n, keys, kind, cap):
+    ctx, result, wanted = attention(arena, n, keys, kind, False, cap)
+    np.testing.assert_allclose(compute(arena, ctx, result), wanted, rtol=0, atol=3e-2)
+
+
+def test_ggml_still_weighs_keys_that_are_not_there(arena):
+    """Once it does not, `check::weighs_missing_keys` can go."""
+    ctx, result, wanted = attention(arena, 64, 65, F32, False, CAP)
+    graph = arena.graph(ctx, result)
+    base = ctypes.CDLL(str(_loader.library_files(build_info)["ggml-base"]))
+    pointers = [ctypes.c_void_p(int(ffi.cast("uintptr_t", p))) for p in (arena.backend, graph)]
+    assert base.ggml_backend_graph_compute(*pointers) == capi.GGML_STATUS_SUCCESS
+    found = np.empty((64, 32), np.float32)
+    capi.ggml_backend_tensor_get(result, found, 0)
+    if np.abs(found - wanted).max() < 1e-2:
+        if PINNED:
+            pytest.fail("ggml has mended it: the refusal can go")
+        not_here("keys that are not there")
 
 
 # ---- what a meta device computes wrongly without an error, see docs/limits.md
