@@ -157,7 +157,19 @@ struct tensor_base {
     PyObject * context;
     PyObject * room; // the context's lock
     Py_ssize_t ndim;
+    // What numpy() gave views of the last time, or null; it keeps the tensor's memory. The pointers tell whether
+    // the tensor is still there.
+    PyObject *   array;
+    const void * data;
+    const void * buffer;
 };
+
+// The class, and the ctype of its handles: tensor.py says them once.
+static struct {
+    PyTypeObject *            type;
+    struct _cffi_ctypedescr * pointer;
+    PyObject *                null; // as a handle
+} tensors;
 
 static int tensor_traverse(PyObject * self, visitproc visit, void * arg) {
     auto * t = (tensor_base *) self;
@@ -165,11 +177,13 @@ static int tensor_traverse(PyObject * self, visitproc visit, void * arg) {
     Py_VISIT(t->handle);
     Py_VISIT(t->context);
     Py_VISIT(t->room);
+    Py_VISIT(t->array);
     return 0;
 }
 
 static int tensor_clear(PyObject * self) {
     auto * t = (tensor_base *) self;
+    Py_CLEAR(t->array); // before the context, whose memory it keeps
     Py_CLEAR(t->handle);
     Py_CLEAR(t->context);
     Py_CLEAR(t->room);
@@ -184,6 +198,58 @@ static void tensor_dealloc(PyObject * self) {
     Py_DECREF(type);
 }
 
+// Its buffer is that of the tensor that it is a view of.
+static const void * buffer_behind(const ggml_tensor * tensor) {
+    return (tensor->view_src ? tensor->view_src : tensor)->buffer;
+}
+
+static const ggml_tensor * behind(const tensor_base * t) {
+    return t->handle ? (const ggml_tensor *) _cffi_to_c_pointer(t->handle, tensors.pointer) : nullptr;
+}
+
+// Another view of the array that was remembered; None where there is none, or the tensor has moved.
+static PyObject * tensor_again(PyObject * self, PyObject *) {
+    static PyObject * const view = PyUnicode_InternFromString("view");
+    auto *                  t = (tensor_base *) self;
+    PyObject * const        array = t->array;
+    if (!array) {
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(array); // from here on nobody frees the context, and the tensor with it
+    const ggml_tensor * tensor = behind(t);
+    const bool          stays = tensor && tensor->data == t->data && buffer_behind(tensor) == t->buffer;
+    PyObject *          found = stays ? PyObject_CallMethodObjArgs(array, view, nullptr) : Py_None;
+    if (!stays) {
+        Py_INCREF(found);
+    }
+    Py_DECREF(array);
+    return found;
+}
+
+static PyObject * tensor_remember(PyObject * self, PyObject * array) {
+    auto * t = (tensor_base *) self;
+    if (const ggml_tensor * tensor = behind(t)) {
+        PyObject * old = t->array;
+        Py_INCREF(array);
+        t->array = array;
+        t->data = tensor->data;
+        t->buffer = buffer_behind(tensor);
+        Py_XDECREF(old);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject * tensor_forget(PyObject * self, PyObject *) {
+    Py_CLEAR(((tensor_base *) self)->array);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef tensor_methods[] = {
+    { "_again", tensor_again, METH_NOARGS, nullptr },
+    { "_remember", tensor_remember, METH_O, nullptr },
+    { "_forget", tensor_forget, METH_NOARGS, nullptr },
+    { nullptr, nullptr, 0, nullptr },
+};
 static PyMemberDef tensor_members[] = {
     { "_handle", T_OBJECT_EX, offsetof(tensor_base, handle), 0, nullptr },
     { "_context", T_OBJECT_EX, offsetof(tensor_base, context), 0, nullptr },
@@ -196,18 +262,12 @@ static PyType_Slot tensor_slots[] = {
     { Py_tp_clear, (void *) tensor_clear },
     { Py_tp_dealloc, (void *) tensor_dealloc },
     { Py_tp_members, tensor_members },
+    { Py_tp_methods, tensor_methods },
     { 0, nullptr },
 };
 static PyType_Spec tensor_spec = { "ggml_cffi._gen._ggml.TensorBase", sizeof(tensor_base), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, tensor_slots };
 static PyTypeObject * tensor_base_type = nullptr;
-
-// The class, and the ctype of its handles: tensor.py says them once.
-static struct {
-    PyTypeObject *            type;
-    struct _cffi_ctypedescr * pointer;
-    PyObject *                null; // as a handle
-} tensors;
 
 static PyObject * set_tensor_class(PyObject *, PyObject * arguments) {
     PyObject * type, *pointer, *null;

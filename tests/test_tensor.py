@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -64,6 +66,67 @@ def test_a_view_of_host_memory(ctx: Context, name: str) -> None:
     copy = tensor.numpy(copy=True)
     copy[...] = 0
     assert view[1, 2] == 5
+
+
+def test_each_view_is_an_array_of_its_own(ctx: Context) -> None:
+    tensor = put(ctx, numbers(3, 4))
+    one, two = tensor.numpy(), tensor.numpy()
+    assert one is not two and np.shares_memory(one, two)
+    one.flags.writeable = False
+    one.shape = 12
+    assert two.flags.writeable and two.shape == tensor.numpy().shape == (3, 4)
+    assert tensor.numpy().flags.writeable
+
+
+def test_a_view_is_of_where_the_tensor_is_now(ctx: Context) -> None:
+    one, two = ctx.from_numpy(numbers(8)), ctx.from_numpy(-numbers(8))
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(one.numpy(), numbers(8))
+    before = one.handle.data
+    one.handle.data = two.handle.data
+    np.testing.assert_array_equal(one.numpy(), -numbers(8))
+    one.set(numbers(8) + 1)
+    np.testing.assert_array_equal(two.numpy(), numbers(8) + 1)
+    one.handle.data = before
+    np.testing.assert_array_equal(one.numpy(), numbers(8))
+
+
+def test_no_view_once_it_has_no_memory() -> None:
+    with Context() as ctx:
+        tensor = ctx.tensor(4)
+        other = ctx.from_numpy(numbers(4))
+        ctx.allocate("CPU")
+        for one in (tensor, other, tensor):
+            assert one.numpy().shape == (4,)
+    for one in (tensor, other):
+        with pytest.raises(ValueError, match="Context is closed"):
+            one.numpy()
+        with pytest.raises(ValueError, match="Context is closed"):
+            one.set(numbers(4))
+
+
+def test_views_while_another_thread_closes() -> None:
+    """Whoever comes first: a view, whose memory stays, or an error."""
+    for _ in range(200):
+        ctx = Context()
+        tensor = ctx.from_numpy(numbers(1000))
+        ctx.allocate("CPU")
+        started, seen = threading.Event(), []
+
+        def look(tensor: Tensor = tensor, started: Any = started, seen: Any = seen) -> None:
+            with contextlib.suppress(ValueError):
+                while True:
+                    seen.append(float(tensor.numpy().sum()))
+                    started.set()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        started.wait()
+        while not ctx.closed:
+            with contextlib.suppress(BufferError):
+                ctx.close()
+        thread.join()
+        assert set(seen) == {float(numbers(1000).sum())}
 
 
 def test_a_transposed_view(ctx: Context) -> None:

@@ -309,6 +309,8 @@ class Context(Owned[_Store]):
                 self._allocating = False
 
     def _check_unshared(self) -> None:
+        with self._lock:
+            self._lent.forget()
         if self._lent.count and not self.closed:
             raise BufferError(
                 f"{self._lent.count} arrays share the memory of the Context's tensors: it stays "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
         _room: object  # the context's lock
         _ndim: int
 
+        def _again(self) -> npt.NDArray[Any] | None:
+            """Another view of the array that was remembered, None where that has gone."""
+
+        def _remember(self, array: npt.NDArray[Any], /) -> None:
+            """Keep an array that shares the tensor's memory, until that moves."""
+
+        def _forget(self) -> None:
+            """Keep it no longer."""
+
 else:
     from ._loader import TensorBase as _Base
 
@@ -43,8 +53,7 @@ class Tensor(_Base):
     alive. Two objects may stand for the same tensor: they are equal then.
     """
 
-    __slots__ = ("__weakref__", "_layout")
-    _layout: _Layout  # not before it is asked for
+    __slots__ = ("__weakref__",)
     __array_ufunc__ = None  # NumPy's operators leave it to ours
 
     def __init__(
@@ -90,9 +99,7 @@ class Tensor(_Base):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the array that `numpy` gives: float32 for quantised types."""
-        kind = self.type
-        found = None if is_quantized(kind) else numpy_dtype(kind)
-        return np.dtype(np.float32) if found is None else found
+        return _dtype(self.handle.type)
 
     @property
     def ne(self) -> tuple[int, int, int, int]:
@@ -103,7 +110,7 @@ class Tensor(_Base):
     @property
     def shape(self) -> tuple[int, ...]:
         """The number of elements along each axis, the innermost last."""
-        return tuple(reversed(self.ne))[4 - self._ndim :] if self._ndim else ()
+        return _outer_first(self.handle.ne, self._ndim)
 
     @property
     def ndim(self) -> int:
@@ -126,7 +133,7 @@ class Tensor(_Base):
 
         Along the last axis of a quantised tensor from a block to the next.
         """
-        return tuple(reversed(list(self.handle.nb)))[4 - self._ndim :] if self._ndim else ()
+        return _outer_first(self.handle.nb, self._ndim)
 
     @property
     def op(self) -> ggml_op:
@@ -141,15 +148,7 @@ class Tensor(_Base):
     @property
     def shares_memory(self) -> bool:
         """Whether `numpy` gives a view: of host memory it does, if that is not quantised."""
-        handle = self.handle
-        buffer = _buffer(handle)
-        return bool(
-            handle.data
-            and buffer
-            and capi.ggml_backend_buffer_is_host(buffer)
-            and not is_meta(buffer)
-            and not is_quantized(handle.type)
-        )
+        return _shares_memory(self.handle)
 
     # ---- operations
 
@@ -225,7 +224,9 @@ class Tensor(_Base):
         device has an addend of (PARTIAL). A part of a tensor that is cut takes the reading of all
         slices across the cut that it lies in.
         """
-        view = _view(self)
+        view = self._again()
+        if view is None:
+            view = _view(self)
         if view is not None:
             return view.copy() if copy else view
         if copy is False:
@@ -251,7 +252,9 @@ class Tensor(_Base):
         numbers = check_numbers(self, np.asarray(array), casting)
         if not self.has_memory and self.size:
             raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
-        view = _view(self)
+        view = self._again()
+        if view is None:
+            view = _view(self)
         if view is not None:
             view[...] = numbers
         else:
@@ -330,12 +333,35 @@ def _buffer(handle: Any) -> Any:
     return _root(handle).buffer
 
 
+def _outer_first(of_axes: Iterable[int], n: int) -> tuple[int, ...]:
+    """What ggml says of each axis, in NumPy's order; `n` axes."""
+    return tuple(reversed(list(of_axes)[:n]))
+
+
+@functools.cache
+def _dtype(kind: int) -> np.dtype[Any]:
+    """That of the array which the numbers of a type come in."""
+    found = None if is_quantized(kind) else numpy_dtype(kind)
+    return np.dtype(np.float32) if found is None else found
+
+
 _HAS_META = hasattr(lib, "ggml_backend_buffer_is_meta")  # some releases have no meta devices
 
 
 def is_meta(buffer: Any) -> bool:
     """Whether a buffer is a meta device's."""
     return _HAS_META and capi.ggml_backend_buffer_is_meta(buffer)
+
+
+def _shares_memory(handle: Any) -> bool:
+    buffer = _buffer(handle)
+    return bool(
+        handle.data
+        and buffer
+        and capi.ggml_backend_buffer_is_host(buffer)
+        and not is_meta(buffer)
+        and not is_quantized(handle.type)
+    )
 
 
 def is_without_memory(handle: Any) -> bool:
@@ -369,42 +395,26 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     return numbers.reshape(wanted)
 
 
-_Layout = tuple[Any, "np.dtype[Any]", tuple[int, ...], tuple[int, ...], int]
-"""Of a tensor that shares memory: pointer, dtype, shape, strides and bytes."""
-
-
-def _layout(tensor: Tensor, data: object) -> _Layout | None:
-    """How the tensor lies in memory; None where it shares none. Kept as long as that is there."""
-    try:
-        known: _Layout = tensor._layout
-        if known[0] == data:
-            return known
-    except AttributeError:  # the first time
-        pass
-    if not tensor.shares_memory:
-        return None
-    found = data, tensor.dtype, tensor.shape, tensor.strides, tensor.nbytes
-    tensor._layout = found
-    return found
-
-
 def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
     """An array that shares the tensor's memory, and keeps its context open; None where none can."""
     context = tensor._context
     with context._lock:
-        data = tensor.handle.data
-        layout = _layout(tensor, data)
-        if layout is None:
+        handle, ndim = tensor.handle, tensor._ndim
+        if not _shares_memory(handle):
             return None
-        _, dtype, shape, strides, nbytes = layout
+        dtype, shape = _dtype(handle.type), _outer_first(handle.ne, ndim)
+        nbytes = capi.ggml_nbytes(handle)
         if not nbytes or 0 in shape:
             return np.empty(shape, dtype)
         # it refers to what owns the memory, not to the object that stands for that: a circle that
         # goes through an array is one that Python's collector cannot see
-        lease = ffi.gc(data, context._lent.end)
-        context._lent.begin()
-        array: npt.NDArray[Any] = np.ndarray(shape, dtype, ffi.buffer(lease, nbytes), 0, strides)
-        return array
+        context._lent.begin()  # first: an interrupt in between lets memory stay, and frees none
+        lease = ffi.gc(handle.data, context._lent.end)
+        memory, strides = ffi.buffer(lease, nbytes), _outer_first(handle.nb, ndim)
+        array: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, 0, strides)
+        context._lent.remember(tensor, array)
+        view: npt.NDArray[Any] = array.view()
+        return view
 
 
 def _blocks(tensor: Tensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

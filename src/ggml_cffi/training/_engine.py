@@ -69,6 +69,7 @@ class Engine:
     def free(self) -> None:
         """Free it all; its parameters stay as they are."""
         self.closed = True
+        self._lent.forget()
         self._end()
 
     # ---- building
