@@ -296,11 +296,17 @@ def _reused(
         graph = graph_of(ctx, tensors, program)
         if capi.ggml_graph_n_nodes(graph) == 0:
             return
-        capi.ggml_gallocr_alloc_graph(galloc, graph)
         try:
+            capi.ggml_gallocr_alloc_graph(galloc, graph)
             capi.ggml_backend_graph_compute(backend, graph)
-        except ValueError as error:
-            if "would write over" not in str(error):
+        except (AbortError, ValueError) as error:
+            bare = [t for t in tensors if t is not None and not t.view_src and not t.data]
+            if bare and all(0 in t.ne for t in bare):
+                # there is no address for them: ggml takes them for not placed, and places them anew
+                told = "tensor->buffer == NULL"
+            else:
+                told = "would write over"
+            if told not in str(error):
                 raise
             counts["refused in reused memory"] += 1
             return
