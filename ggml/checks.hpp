@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <unordered_set>
+#include <vector>
 
 // Predicates over arguments. They never abort, write nothing, and take pointers that are not NULL
 // unless they say otherwise.
@@ -482,6 +484,24 @@ inline bool aligned_as_said(const gguf_context * ctx) {
               std::to_string(is);
     }
     return said == is;
+}
+
+// The tensor, which may be NULL, is not made of the other: neither by operations nor as a view.
+inline bool made_without(const ggml_tensor * tensor, const ggml_tensor * other) {
+    std::unordered_set<const ggml_tensor *> seen;
+    std::vector<const ggml_tensor *> left{ tensor };
+    while (!left.empty()) {
+        const ggml_tensor * t = left.back();
+        left.pop_back();
+        if (t == other) {
+            return false;
+        }
+        if (t && seen.insert(t).second) {
+            left.push_back(t->view_src);
+            left.insert(left.end(), std::begin(t->src), std::end(t->src));
+        }
+    }
+    return true;
 }
 
 } // namespace check

@@ -98,6 +98,31 @@ def build(
     return Tensor(handle, context, axes)
 
 
+def change(function: Callable[..., Any], arguments: Mapping[str, object]) -> Tensor:
+    """Call a function of `capi` that changes its first argument, a result; give that back.
+
+    Raises OperandError as `build` does, and ValueError for operands of a context that needs the
+    result's.
+    """
+    changed, *_ = arguments.values()
+    if not isinstance(changed, Tensor):
+        name, *_ = arguments
+        raise TypeError(f"{name} is {changed!r} ({type(changed).__name__}), expected a Tensor")
+    context = changed.context
+    operands = _operands(arguments)
+    if place([one.context for one in operands.values()], context) is not context:
+        raise ValueError(f"{function.__name__}: an operand's Context needs that of {changed!r}")
+    passed = [one.handle if isinstance(one, Tensor) else one for one in arguments.values()]
+    context.handle  # noqa: B018 # raises after a fork, as in `build`
+    with context._lock:
+        try:
+            function(*passed)
+        except (AbortError, ValueError) as error:
+            refuse(error, function, arguments)
+            raise
+    return changed
+
+
 def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[str, object]) -> None:
     """Raise OperandError, with what the operands are, where the error is that they do not fit."""
     if isinstance(error, AbortError):

@@ -40,6 +40,7 @@ WORDS = {
     "is_plan": "it is a plan of this backend",
     "is_planned_for": "the graph can be given memory",
     "made_in": "the tensor was made in this context",
+    "made_without": "it is not made of the result that it is added to",
     "may_allocate": "the training has a graph, and its scheduler",
     "may_change": "the graph is not being computed",
     "may_evaluate": "the training has the graph that was allocated, and its scheduler",
