@@ -102,6 +102,7 @@ def ffibuilder(
 def _compile_flags(environ: Mapping[str, str]) -> list[str]:
     flags = ["-std=c++17", "-O2", "-g0", "-fvisibility=hidden", "-Wno-deprecated-declarations"]
     flags.append("-fno-strict-enums")  # the guard is given, and refuses, numbers of no enumerator
+    flags.append("-ffp-contract=off")  # quants.hpp rounds twice where ggml does
     # Again at the end, so that the user's own win over Python's and over these.
     return flags + shlex.split(environ.get("CFLAGS", "")) + shlex.split(environ.get("CXXFLAGS", ""))
 

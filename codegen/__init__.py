@@ -42,6 +42,7 @@ CPP = (
     "raising.hpp",
     "building.hpp",
     "pages.hpp",
+    "quants.hpp",
 )
 
 

@@ -73,6 +73,23 @@ def test_the_bytes_with_weights(kind: ggml_type, monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_q8_0_of_any_numbers() -> None:
+    """Our own C++ makes it: halves, numbers from the smallest to the largest, NaN and infinity."""
+    kind, rng = ggml_type.GGML_TYPE_Q8_0, np.random.default_rng(7)
+    scales = 2.0 ** rng.integers(-149, 127, (20_000, 1))
+    with np.errstate(over="ignore"):
+        arrays = [(rng.uniform(-2, 2, (20_000, 64)) * scales).astype(np.float32)]
+    halves = np.arange(-127, 127.5, 0.5, np.float32)[:508].reshape(-1, 4)
+    with_largest = np.repeat(np.tile(halves, (1, 8)), 2, 0)
+    with_largest[:, 0] = 127  # so that the scale is 1
+    arrays.append(with_largest)
+    arrays += [np.nextafter(with_largest, np.float32(end)) for end in (0, 200)]
+    special = np.float32([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-45, 3e38, 1, -1])
+    arrays.append(rng.choice(special, (20_000, 32), p=[0.01] * 4 + [0.16] * 6))
+    for array in arrays:
+        np.testing.assert_array_equal(quants.quantize(array, kind), by_c(array, kind))
+
+
 @every
 def test_what_comes_back_is_near(kind: ggml_type) -> None:
     """A check against mixing up rows or blocks: each number against itself."""

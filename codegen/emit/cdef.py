@@ -32,6 +32,7 @@ bool ggml_cffi_in_use(const void *object);
 bool ggml_cffi_install(void);
 void ggml_cffi_forget_buffer(struct ggml_context *context, struct ggml_backend_buffer *buffer);
 void ggml_cffi_use_large_pages(void *memory, size_t size);
+void ggml_cffi_quantize_q8_0(const float *numbers, void *blocks, int64_t n);
 int ggml_cffi_n_axes(const struct ggml_tensor *tensor);
 int64_t ggml_cffi_order(struct ggml_tensor **outputs, int n, struct ggml_tensor **order,
                         int64_t capacity);

@@ -200,6 +200,14 @@ def _quantizer(kind: ggml_type, n: int) -> Callable[..., None]:
             _runtime.invoke("ggml_from_float_t", from_float, source, target, numbers.size)
 
         return by_row
+    if name == "q8_0" and _row_bytes(kind, 32) == 34:  # not another release's layout
+
+        def by_block(numbers: Any, blocks: Any, weights: Any) -> None:
+            source = ffi.from_buffer("float[]", numbers)
+            target = ffi.from_buffer(blocks, require_writable=True)
+            lib.ggml_cffi_quantize_q8_0(source, target, numbers.size)
+
+        return by_block
     if n:  # refuses types that ggml cannot quantise to
         weights = np.ones(n, np.float32) if capi.ggml_quantize_requires_imatrix(kind) else None
         row = np.empty(_row_bytes(kind, n), np.uint8)

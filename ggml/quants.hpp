@@ -1,0 +1,39 @@
+// Quantisation to Q8_0, with the bits of ggml's own, which rounds number by number in a function of the C library.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace ggml_cffi {
+
+// As roundf does, half away from zero, of what fits into 32 bits. To a half itself the largest number below it is
+// added, and the sum is rounded to the next integer; to anything less, and it stays below.
+inline int rounded(float x) {
+    return (int) (x + std::copysign(0x1.fffffep-2f, x));
+}
+
+} // namespace ggml_cffi
+
+// Whole blocks (block_q8_0 of ggml-common.h): a scale in half precision, and 32 integers, the largest 127.
+static void ggml_cffi_quantize_q8_0(const float * numbers, void * blocks, int64_t n) {
+    constexpr int   block = 32;
+    constexpr float most = 127;
+    auto *          to = (unsigned char *) blocks;
+    for (; n >= block; n -= block, numbers += block) {
+        float largest = 0;
+        for (int i = 0; i < block; ++i) {
+            const float size = std::fabs(numbers[i]);
+            largest = largest > size ? largest : size; // a NaN counts until the next number
+        }
+        const float       scale = largest / most;
+        const float       by = scale != 0 ? 1 / scale : 0;
+        const ggml_fp16_t half = ggml_fp32_to_fp16(scale);
+        int8_t            integers[block];
+        for (int i = 0; i < block; ++i) {
+            integers[i] = (int8_t) ggml_cffi::rounded(numbers[i] * by);
+        }
+        std::memcpy(to, &half, sizeof(half));
+        std::memcpy(to + sizeof(half), integers, sizeof(integers));
+        to += sizeof(half) + sizeof(integers);
+    }
+}
