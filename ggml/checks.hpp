@@ -360,6 +360,11 @@ inline bool rope_dims(const ggml_tensor * a, int n_dims, int mode) {
            (mode != GGML_ROPE_TYPE_VISION || n_dims == a->ne[0] / 2);
 }
 
+// For images, all pairs of a row are turned, half of them by the second position. ggml asks for the factors of half.
+inline bool rope_factors(const ggml_tensor * factors, const ggml_tensor * a, int mode) {
+    return !factors || mode != GGML_ROPE_TYPE_VISION || factors->ne[0] >= a->ne[0] / 2;
+}
+
 inline bool rope_sections(const int * sections, int mode) {
     if (!(mode & GGML_ROPE_TYPE_MROPE)) {
         return true;

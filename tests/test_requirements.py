@@ -610,6 +610,21 @@ def test_factors_for_a_part_of_a_row(bench: Bench) -> None:
     np.testing.assert_array_equal(found.reshape(3, 1, 8), bench.data()[0])
 
 
+def test_factors_for_images(bench: Bench) -> None:
+    """Each pair of a row is turned there, and ggml asks for the factors of half of them."""
+
+    def turned(a: Any, factors: Any) -> Any:
+        vision = capi.GGML_ROPE_TYPE_VISION
+        rest = 4, [2, 2, 0, 0], vision, 0, 10000, 1, 0, 1, 0, 0
+        return capi.ggml_rope_multi(bench.ctx, a, bench(12, type=I32), factors, *rest)
+
+    a = bench(8, 1, 3)
+    with pytest.raises(ValueError, match="there is a factor for each pair of a row"):
+        turned(a, bench(2))
+    of_ones = bench.run(turned(a, bench(4, data=np.ones(4))))
+    np.testing.assert_array_equal(of_ones, bench.run(turned(a, None)))
+
+
 def test_scaling_stays_inside(bench: Bench) -> None:
     for n in (7, 100, 1000):
         result = capi.ggml_upscale_ext(

@@ -71,6 +71,7 @@ WORDS = {
     "room": "the context has room for it",
     "room_for_graphs": "the context has room for it",
     "rope_dims": "whole pairs of a row are turned, and no more than it has",
+    "rope_factors": "there is a factor for each pair of a row that is turned",
     "rope_sections": "the sections are as many as the mode takes",
     "shape": "no extent is negative, rows are whole blocks, and the bytes can be counted",
     "takes_host_pointers": "the device computes in memory that it is given",

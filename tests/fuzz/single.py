@@ -133,6 +133,16 @@ def aborted_in_kernel(error: Exception) -> bool:
     return isinstance(error, AbortError) and "/ggml-cpu/" in str(error)
 
 
+def reads_behind(node: Any) -> bool:
+    """A rotation of a part of a row reads, and does not use, factors for the whole of it.
+
+    They may lie anywhere in the buffer, but ours has guarded pages in between.
+    """
+    ropes = capi.GGML_OP_ROPE, capi.GGML_OP_ROPE_BACK
+    factors = node.src[2] if node.op in ropes else None
+    return bool(factors) and factors.ne[0] < node.ne[0] // 2
+
+
 def node_by_node(
     ctx: Any,
     backend: Any,
@@ -162,6 +172,10 @@ def node_by_node(
             if known
             else []
         )
+        if any(reads_behind(part) for part in inner[i]):
+            program.alive[i] = False
+            counts["reads behind an operand, in its buffer"] += 1
+            continue
         if any(part.op not in VIEWS for part in inner[i]):
             capi.ggml_graph_clear(graph)
             for part in inner[i]:

@@ -270,6 +270,12 @@ WRONG = {
         capi.ggml_add_id,
         [MIRRORED, MIRRORED, MIRRORED],
     ),
+    Limit.ADD_ID_TO: (  # the second device takes the first ids for those of its rows
+        [numbers(2, 4, 8), numbers(4, 8), np.array([[0, 1, 1, 0], [2, 3, 3, 2]], np.int32)],
+        [SplitState.split(2, [1, 1]), MIRRORED, MIRRORED],
+        capi.ggml_add_id,
+        [SplitState.split(0, [4, 4]), SplitState.split(0, [4, 4]), MIRRORED],
+    ),
 }
 
 
