@@ -66,6 +66,19 @@ def tensor_parallel(out: str) -> None:
 
 
 @check
+def split_attention(out: str) -> None:
+    *weights, sums, agrees, shape = out.splitlines()
+    assert [line.partition(" (")[0] for line in weights] == [
+        "wq split along axis 1: 192 + 64",
+        "wk split along axis 1: 96 + 32",
+        "wv split along axis 1: 96 + 32",
+        "wo split along axis 0: 192 + 64",
+    ]
+    assert sums == "sums over the devices: 1" and agrees == "agrees with one device: True"
+    assert shape == "result: (16, 256)"
+
+
+@check
 def linear_layer(out: str) -> None:
     _, *rows = out.splitlines()
     types, sizes, errors = zip(*(row.rstrip("%").split() for row in rows), strict=True)

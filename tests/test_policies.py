@@ -122,6 +122,7 @@ def test_a_llama_with_grouped_queries(path: Path) -> None:
     assert policy(q, 2) == SplitState.split(1, [128, 128])
     assert policy(k, 2) == SplitState.split(1, [64, 64])
     assert policy(weight("blk.0.attn_k.bias", 128), 2) == SplitState.split(0, [64, 64])
+    assert policy(weight("blk.0.attn_sinks.weight", 8), 2) == SplitState.split(0, [4, 4])
     assert policy(weight("cache_k_l0", 128, 50), 2) == SplitState.split(0, [64, 64])
     assert policy(weight("blk.0.attn_output.weight", 256, 256), 2).axis == SplitAxis.AXIS_0
     assert policy(weight("blk.0.attn_output.bias", 256), 2) == MIRRORED
@@ -201,6 +202,7 @@ def test_names_of_hugging_face() -> None:
     layer = "model.layers.1."
     columns = SplitState.split(1, [128, 128])
     assert policy(weight(f"{layer}self_attn.q_proj.weight", 256, 256), 2) == columns
+    assert policy(weight(f"{layer}self_attn.sinks", 8), 2) == SplitState.split(0, [4, 4])
     assert policy(weight(f"{layer}self_attn.o_proj.weight", 256, 256), 2).axis == SplitAxis.AXIS_0
     assert policy(weight(f"{layer}mlp.gate_up_proj.weight", 256, 1024), 2).nr == (2,)
     expert = f"{layer}block_sparse_moe.experts.3."

@@ -340,17 +340,28 @@ def _attention(b: PlannedBuilder, x: Drawn, q: Drawn, k: Drawn, v: Drawn, d: int
     mask = b.weight(F16, (tokens, tokens), INPUT) if b.choose(2) else None
     if b.choose(2):
         v = b.made("ggml_permute", v, 0, 2, 1, 3)
-        made = b.made("ggml_flash_attn_ext", q, k, v, mask, d**-0.5, 0.0, 0.0)
+        made = b.made("ggml_flash_attn_ext", q, k, v, mask, d**-0.5, 0.0, 0.0, *_sinks(b, q))
         made = b.made("ggml_reshape_2d", made, d * q.ne[2], tokens)
     else:
         scores = b.made("ggml_mul_mat", k, q)
         b.guesses.update({scores.at: b.guesses[q.at]} if q.at in b.guesses else {})
-        weights = b.made("ggml_soft_max_ext", scores, mask, d**-0.5, 0.0)
+        weights = b.made("ggml_soft_max_ext", scores, mask, d**-0.5, 0.0, *_sinks(b, q))
         v = b.made("ggml_cont", b.made("ggml_permute", v, 1, 2, 0, 3))
         made = b.made("ggml_mul_mat", v, weights)
         b.guesses.update({made.at: b.guesses[q.at]} if q.at in b.guesses else {})
         made = b.made("ggml_cont_2d", b.made("ggml_permute", made, 0, 2, 1, 3), d * q.ne[2], tokens)
     return _after(b, x, _row(b, made, x.ne[0]))
+
+
+def _sinks(b: PlannedBuilder, q: Drawn) -> tuple[Drawn, ...]:
+    """A number for each head, cut as the heads are, or otherwise; or none."""
+    if b.choose(4) or not hasattr(capi, "ggml_flash_attn_ext_add_sinks"):
+        return ()
+    guess = b.guesses.get(q.at)
+    place = b.cut(0, q.ne[2])
+    if guess is not None and guess.axis == 2 and sum(guess.shares) == q.ne[2] and b.choose(4):
+        place = Placed(True, SplitState.split(0, guess.shares))
+    return (b.weight(F32, (q.ne[2],), place),)
 
 
 @part

@@ -95,6 +95,10 @@ class Drawn:
         return self.handle.view_src or self.handle
 
 
+#: After so many arguments of an attention come its sinks, if it has any.
+SINKS = {"ggml_flash_attn_ext": 7, "ggml_soft_max_ext": 4}
+
+
 def execute(ctx: Any, record: Leaf | Call, tensors: Sequence[Any]) -> Any:
     """Make a record's tensor, given those of the records before it."""
     if isinstance(record, Leaf):
@@ -102,7 +106,12 @@ def execute(ctx: Any, record: Leaf | Call, tensors: Sequence[Any]) -> Any:
     args = [tensors[a.at] if isinstance(a, Ref) else a for a in record.args]
     if record.function in STEPS:
         args[0].flags |= capi.GGML_TENSOR_FLAG_PARAM  # ggml_set_param takes leaves alone
-    return getattr(capi, record.function)(ctx, *args)
+    n = SINKS.get(record.function, len(args))
+    made = getattr(capi, record.function)(ctx, *args[:n])
+    for sinks in args[n:]:
+        add = record.function.removesuffix("_ext" if "soft_max" in record.function else "")
+        getattr(capi, f"{add}_add_sinks")(made, sinks)
+    return made
 
 
 def tensors_of(ctx: Any, after: Any = None) -> Iterator[Any]:

@@ -68,7 +68,7 @@ class Names:
     """The patterns of one naming scheme; ``{n}`` is the layer in each but the last two."""
 
     columns: str
-    """Queries, keys and values, weights and biases."""
+    """Queries, keys and values, weights and biases, and the sinks of heads."""
     cache: str
     """What is kept of keys and values: a row for each token."""
     fused: str
@@ -88,7 +88,7 @@ class Names:
 
 
 _GGUF = Names(
-    columns=r"blk\.{n}\.attn_[qkv]\.(weight|bias)",
+    columns=r"blk\.{n}\.attn_([qkv]\.(weight|bias)|sinks\.weight)",
     cache=r"cache_[kv]_l{n}",
     fused=r"blk\.{n}\.attn_qkv\.(weight|bias)",
     output=r"blk\.{n}\.attn_output\.weight",
@@ -103,7 +103,7 @@ _GGUF = Names(
     ),
 )
 _HUGGING_FACE = Names(
-    columns=r"model\.layers\.{n}\.self_attn\.[qkv]_proj\.(weight|bias)",
+    columns=r"model\.layers\.{n}\.self_attn\.([qkv]_proj\.(weight|bias)|sinks)",
     cache=r"cache_[kv]_l{n}",
     fused=r"model\.layers\.{n}\.self_attn\.qkv_proj\.(weight|bias)",
     output=r"model\.layers\.{n}\.self_attn\.o_proj\.weight",

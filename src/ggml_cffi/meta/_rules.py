@@ -457,7 +457,8 @@ def _attention(step: Step) -> SplitState:
     if step.get(4) is not None:
         if step.axis(3) != SplitAxis.MIRRORED:
             raise GivesUp(
-                "the mask must be mirrored", "src_ss[3].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED"
+                "where there are sinks there must be a mask, and mirrored",
+                "src_ss[3].axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED",
             )
         if step.axis(4) != SplitAxis.AXIS_0:
             raise GivesUp(
