@@ -157,9 +157,10 @@ struct tensor_base {
     PyObject * context;
     PyObject * room; // the context's lock
     Py_ssize_t ndim;
-    // What numpy() gave views of the last time, or null; it keeps the tensor's memory. The pointers tell whether
-    // the tensor is still there.
-    PyObject *   array;
+    // Where its home keeps the array that numpy() gave views of, and under which key; null before that. The pointers
+    // tell whether the tensor is still there.
+    PyObject *   views;
+    PyObject *   key;
     const void * data;
     const void * buffer;
 };
@@ -171,19 +172,35 @@ static struct {
     PyObject *                null; // as a handle
 } tensors;
 
+// Keeps the exception that is on its way, as its caller may be a destructor.
+static void forget_view(tensor_base * t) {
+    PyObject * const views = t->views, *const key = t->key;
+    t->views = t->key = nullptr;
+    if (views) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        if (PyDict_DelItem(views, key)) {
+            PyErr_Clear(); // its home has forgotten it
+        }
+        Py_DECREF(views);
+        Py_DECREF(key);
+        PyErr_Restore(type, value, trace);
+    }
+}
+
 static int tensor_traverse(PyObject * self, visitproc visit, void * arg) {
     auto * t = (tensor_base *) self;
     Py_VISIT(Py_TYPE(self)); // a class made at run time: since Python 3.9 its own tp_traverse does
     Py_VISIT(t->handle);
     Py_VISIT(t->context);
     Py_VISIT(t->room);
-    Py_VISIT(t->array);
+    Py_VISIT(t->views);
     return 0;
 }
 
 static int tensor_clear(PyObject * self) {
     auto * t = (tensor_base *) self;
-    Py_CLEAR(t->array); // before the context, whose memory it keeps
+    forget_view(t); // before the context, whose memory it keeps
     Py_CLEAR(t->handle);
     Py_CLEAR(t->context);
     Py_CLEAR(t->room);
@@ -207,12 +224,15 @@ static const ggml_tensor * behind(const tensor_base * t) {
     return t->handle ? (const ggml_tensor *) _cffi_to_c_pointer(t->handle, tensors.pointer) : nullptr;
 }
 
-// Another view of the array that was remembered; None where there is none, or the tensor has moved.
+// Another view of the array that its home keeps; None where it keeps none, or the tensor has moved.
 static PyObject * tensor_again(PyObject * self, PyObject *) {
     static PyObject * const view = PyUnicode_InternFromString("view");
     auto *                  t = (tensor_base *) self;
-    PyObject * const        array = t->array;
+    PyObject * const        array = t->views ? PyDict_GetItemWithError(t->views, t->key) : nullptr;
     if (!array) {
+        if (PyErr_Occurred()) {
+            return nullptr;
+        }
         Py_RETURN_NONE;
     }
     Py_INCREF(array); // from here on nobody frees the context, and the tensor with it
@@ -226,28 +246,38 @@ static PyObject * tensor_again(PyObject * self, PyObject *) {
     return found;
 }
 
-static PyObject * tensor_remember(PyObject * self, PyObject * array) {
-    auto * t = (tensor_base *) self;
-    if (const ggml_tensor * tensor = behind(t)) {
-        PyObject * old = t->array;
-        Py_INCREF(array);
-        t->array = array;
-        t->data = tensor->data;
-        t->buffer = buffer_behind(tensor);
-        Py_XDECREF(old);
+// Let its home keep the array, in a dictionary, until that is emptied or the object goes.
+static PyObject * tensor_remember(PyObject * self, PyObject * arguments) {
+    PyObject *views, *array;
+    if (!PyArg_ParseTuple(arguments, "O!O", &PyDict_Type, &views, &array)) {
+        return nullptr;
     }
-    Py_RETURN_NONE;
-}
-
-static PyObject * tensor_forget(PyObject * self, PyObject *) {
-    Py_CLEAR(((tensor_base *) self)->array);
+    auto *              t = (tensor_base *) self;
+    const ggml_tensor * tensor = behind(t);
+    PyObject *          key = PyLong_FromVoidPtr(self);
+    if (!tensor && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, "the Tensor has no handle");
+    }
+    if (!tensor || !key) {
+        Py_XDECREF(key);
+        return nullptr;
+    }
+    forget_view(t);
+    if (PyDict_SetItem(views, key, array)) {
+        Py_DECREF(key);
+        return nullptr;
+    }
+    Py_INCREF(views);
+    t->views = views;
+    t->key = key;
+    t->data = tensor->data;
+    t->buffer = buffer_behind(tensor);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef tensor_methods[] = {
     { "_again", tensor_again, METH_NOARGS, nullptr },
-    { "_remember", tensor_remember, METH_O, nullptr },
-    { "_forget", tensor_forget, METH_NOARGS, nullptr },
+    { "_remember", tensor_remember, METH_VARARGS, nullptr },
     { nullptr, nullptr, 0, nullptr },
 };
 static PyMemberDef tensor_members[] = {

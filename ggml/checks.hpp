@@ -1,6 +1,7 @@
 // Predicates that the annotations' `require` expressions use: what must hold before a call because
 // ggml itself neither checks it nor aborts over it.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -171,8 +172,25 @@ inline bool view(const ggml_tensor * a, size_t offset, int64_t ne0, int64_t ne1 
     return bytes == 0 || (!__builtin_add_overflow(offset, a->view_offs, &start) && start <= room && bytes <= room - start);
 }
 
+// Some elements, or blocks, share memory, or would but for steps that go in between each other's.
+inline bool overlaps_itself(enum ggml_type type, const int64_t ne[4], const size_t nb[4]) {
+    int axes[4] = { 0, 1, 2, 3 };
+    std::sort(axes, axes + 4, [nb](int i, int j) { return nb[i] < nb[j]; });
+    size_t end = ggml_type_size(type);
+    for (int i : axes) {
+        const int64_t n = i == 0 ? ne[0] / ggml_blck_size(type) : ne[i];
+        if (n > 1) {
+            if (nb[i] < end) {
+                return true;
+            }
+            end += nb[i] * (size_t) (n - 1);
+        }
+    }
+    return false;
+}
+
 // The region of `a` that ggml_set and ggml_acc write `b` to: `a` as contiguous memory, strides and
-// offset stored as 32-bit numbers.
+// offset stored as 32-bit numbers. Threads write its rows in any order.
 inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset) {
     const int64_t ne[4] = { b->ne[0], b->ne[1], b->ne[2], b->ne[3] };
     const size_t nb[4] = { 0, nb1, nb2, nb3 };
@@ -182,6 +200,11 @@ inline bool window(const ggml_tensor * a, const ggml_tensor * b, size_t nb1, siz
         if (ne[i] > 1 && nb[i] > INT32_MAX) {
             return false;
         }
+    }
+    const size_t steps[4] = { ggml_type_size(a->type), nb1, nb2, nb3 };
+    if (!ggml_is_empty(b) && overlaps_itself(a->type, ne, steps)) {
+        why = "the rows of " + described(b) + " would overlap there";
+        return false;
     }
     return offset <= INT32_MAX && offset <= room && bytes <= room - offset;
 }

@@ -635,6 +635,15 @@ inline bool spares_operands(const ggml_tensor * node) {
     return false;
 }
 
+// Where several of its elements share memory, threads would write there in any order, or twice.
+inline bool writes_apart(const ggml_tensor * node) {
+    if (!node->view_src || !overlaps_itself(node->type, node->ne, node->nb)) {
+        return true;
+    }
+    why = named(node) + " would write into a view whose elements share memory: " + described(node);
+    return false;
+}
+
 // The kernels of the CPU take these tensors and touch no more than them, if it is them.
 inline bool cpu_can(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
     if (on_cpu(backend)) {
@@ -642,7 +651,7 @@ inline bool cpu_can(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
             if (!cpu_takes(node)) {
                 return no_kernel_for(node);
             }
-            if (!spares_operands(node)) {
+            if (!spares_operands(node) || !writes_apart(node)) {
                 return false;
             }
         }
@@ -667,7 +676,7 @@ inline bool tied_to_cpu(ggml_backend_sched_t sched, const ggml_tensor * node) {
 
 template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
     for (const ggml_tensor * node : computed_nodes(graph)) {
-        if (!spares_operands(node)) {
+        if (!spares_operands(node) || !writes_apart(node)) {
             return false;
         }
         if (cpu_takes(node)) {

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import os
-import re
 import signal
 import threading
 import warnings
@@ -108,15 +107,11 @@ def test_arguments_that_no_function_of_python_takes() -> None:
 
 
 def test_an_operation_tells_what_it_takes() -> None:
-    assert str(inspect.signature(ops.mul_mat)) == "(a, b, *, ctx=None)"
-    assert str(inspect.signature(ops.soft_max_ext)) == (
-        "(a, mask=None, scale=1.0, max_bias=0.0, *, ctx=None)"
-    )
+    assert str(inspect.signature(ops.add)) == "(a, b, *, ctx=None)"
+    assert str(inspect.signature(ops.rope)) == "(a, b, n_dims, mode=0, *, ctx=None)"
     for name in ops.__all__:
         operation = getattr(ops, name)
-        changes = re.search("_set_prec|_set_hint|_add_sinks", name)
-        assert operation.__name__ == name
-        assert ("ctx" in inspect.signature(operation).parameters) == (not changes)
+        assert operation.__name__ == name and "ctx" in inspect.signature(operation).parameters
         assert operation.__doc__ and copy.deepcopy(operation) is operation
     assert (ops.mul_mat.__doc__ or "").startswith("``struct ggml_tensor *ggml_mul_mat(")
 

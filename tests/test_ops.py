@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from contextlib import nullcontext
 from typing import Any
@@ -84,15 +83,11 @@ def test_every_operation_is_in_the_table_or_is_named_without_reference(capsys):
         for name, why in WITHOUT_REFERENCE.items():
             print(f"without reference: {name} ({why})")
     assert not tested & set(WITHOUT_REFERENCE)
-    assert tested | set(WITHOUT_REFERENCE) | changing() == set(ops.__all__)
+    assert tested | set(WITHOUT_REFERENCE) == set(ops.__all__)
     assert len(tested) >= 90
 
 
-# ---- what changes a result: a precision, sinks
-
-
-def changing() -> set[str]:
-    return {name for name in ops.__all__ if re.search("_(set|add)_(prec|hint|sinks)$", name)}
+# ---- what is set of a result: a precision, sinks
 
 
 def prepared(ctx: Context, **arrays: np.ndarray) -> list[Any]:
@@ -109,18 +104,16 @@ def with_sinks(scores: np.ndarray, sinks: np.ndarray) -> np.ndarray:
 
 @_release.needs("ggml_flash_attn_ext_add_sinks", "ggml_soft_max_add_sinks")
 @pytest.mark.parametrize(
-    ("flash", "devices"),
-    [(False, 1), (True, 1), (True, 2)],
-    ids=["soft_max", "flash_attn_ext", "flash_attn_ext in parts"],
+    ("operation", "devices"), [("soft_max", 1), ("soft_max_ext", 1), ("flash", 1), ("flash", 2)]
 )
-def test_attention_with_sinks(flash, devices):
+def test_attention_with_sinks(operation, devices):
     """The sinks of another context, too, which then stays open; in parts on a meta device."""
     if devices > 1:
         _release.require("ggml_backend_meta_device")
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((4, n, 32), np.float32) for n in (6, 5, 5))
     sinks = rng.standard_normal(4).astype(np.float32)
-    ctx, model = Context(), Context()
+    model, ctx = Context(), Context()
     s = model.from_numpy(sinks, "sinks")
     tensors = [ctx.from_numpy(a, name) for name, a in (("q", q), ("k", k), ("v", v))]
     tensors.append(ctx.from_numpy(np.zeros((6, 5), np.float16), "mask"))
@@ -133,78 +126,73 @@ def test_attention_with_sinks(flash, devices):
     for one in (ctx, model):
         one.allocate(target)
     wanted = with_sinks(0.2 * (q @ k.swapaxes(-1, -2)), sinks)
-    if flash:
-        result = ops.flash_attn_ext(*tensors, scale=0.2)
-        changed = ops.flash_attn_ext_add_sinks(result, s)
+    if operation == "flash":
+        result = ops.flash_attn_ext(*tensors, scale=0.2, sinks=s)
         wanted = (wanted @ v).swapaxes(0, 1)
     else:
-        result = ops.soft_max_ext(ops.mul_mat(tensors[1], tensors[0]), scale=0.2)
-        changed = ops.soft_max_add_sinks(result, s)
-    assert changed is result and result.context is ctx
+        scores = ops.mul_mat(tensors[1], tensors[0])
+        if operation == "soft_max":
+            result = ops.soft_max(ops.scale(scores, 0.2), sinks=s)
+        else:
+            result = ops.soft_max_ext(scores, scale=0.2, sinks=s)
+    assert result.context is ctx
     with Graph(result).compile(target) as compiled:
         np.testing.assert_allclose(compiled().reshape(wanted.shape), wanted, rtol=2e-2, atol=2e-3)
     model.close()
     assert ctx.closed  # which needed it
 
 
-@_release.needs("ggml_flash_attn_ext_add_sinks", "ggml_soft_max_add_sinks")
+@_release.needs("ggml_soft_max_add_sinks")
 def test_sinks_that_do_not_fit():
-    ctx, other = Context(), Context()
+    ctx = Context()
     scores, sinks, three = prepared(
         ctx, scores=np.ones((4, 2, 8), np.float32), sinks=np.ones(4, np.float32),
         three=np.ones(3, np.float32),
     )  # fmt: skip
-    result = ops.soft_max_ext(scores)
-    with pytest.raises(OperandError, match=r"a is f32 .* sinks 'three' is f32 of shape \(3,\)"):
-        ops.soft_max_add_sinks(result, three)
-    with pytest.raises(OperandError, match=r"requires a->op == GGML_OP_SOFT_MAX"):
-        ops.soft_max_add_sinks(scores, sinks)
-    with pytest.raises(OperandError, match=r"requires a->op == GGML_OP_FLASH_ATTN_EXT"):
-        ops.flash_attn_ext_add_sinks(result, None)
+    with pytest.raises(OperandError, match=r"a 'scores' is f32 .* sinks 'three' is f32 .* \(3,\)"):
+        ops.soft_max(scores, sinks=three)
+    with pytest.raises((TypeError, ValueError), match="sinks"):
+        ops.soft_max(scores, sinks=np.ones(4, np.float32))
+    other = Context()
+    closed = other.tensor(4)
+    other.close()
+    with pytest.raises(ValueError, match="closed"):
+        ops.soft_max(scores, sinks=closed)
+    result = ops.soft_max(scores, sinks=sinks)
+    with pytest.raises(ValueError, match="not made of the result"):
+        capi.ggml_soft_max_add_sinks(result.handle, result.handle)
+    capi.ggml_soft_max_add_sinks(result.handle, None)
     own = ops.reshape_1d(ops.sum_rows(ops.cont(result[:, 0])), 4)
-    with pytest.raises(OperandError, match="not made of the result"):
-        ops.soft_max_add_sinks(result, own)
-    with pytest.raises(TypeError, match=r"a is None .* expected a Tensor"):
-        ops.soft_max_add_sinks(None, sinks)
-    above = ops.add(other.tensor(4), ops.neg(sinks))
-    assert above.context is other
-    with pytest.raises(ValueError, match="an operand's Context needs that of"):
-        ops.soft_max_add_sinks(result, above)
-    ops.soft_max_add_sinks(result, sinks)
-    with pytest.raises(OperandError, match="src"):
-        ops.soft_max_add_sinks(result, sinks)  # it has some
-    ops.soft_max_add_sinks(ops.soft_max_add_sinks(result, None), sinks)
+    with pytest.raises(ValueError, match="not made of the result"):
+        capi.ggml_soft_max_add_sinks(result.handle, own.handle)
+    with pytest.raises(ValueError, match=r"requires a->op == GGML_OP_SOFT_MAX"):
+        capi.ggml_soft_max_add_sinks(ops.neg(scores).handle, None)
     ctx.close()
     with pytest.raises(ValueError, match="Context is closed"):
-        ops.soft_max_add_sinks(result, None)
+        ops.soft_max(scores, sinks=sinks)
 
 
 def test_precision_of_products():
     rng = np.random.default_rng(4)
     w, x = (rng.standard_normal((n, 64), np.float32) for n in (5, 3))
-    ctx = Context()
+    ctx, most = Context(), enums.ggml_prec.GGML_PREC_F32
     w_, x_ = prepared(ctx, w=w, x=x)
-    exact = ops.mul_mat_set_prec(ops.mul_mat(w_, x_), enums.ggml_prec.GGML_PREC_F32)
-    assert exact.handle.op_params[0] == enums.ggml_prec.GGML_PREC_F32
+    exact = ops.mul_mat(w_, x_, prec=most)
+    assert exact.handle.op_params[0] == most
+    assert ops.mul_mat(w_, x_).handle.op_params[0] == enums.ggml_prec.GGML_PREC_DEFAULT
     q, k, v = (ctx.tensor((2, n, 32), "f16" if n == 4 else "f32") for n in (3, 4, 4))
-    attention = ops.flash_attn_ext_set_prec(
-        ops.flash_attn_ext(q, k, v, scale=1.0), enums.ggml_prec.GGML_PREC_F32
-    )
-    assert capi.ggml_flash_attn_ext_get_prec(attention.handle) == enums.ggml_prec.GGML_PREC_F32
+    attention = ops.flash_attn_ext(q, k, v, scale=1.0, prec=most)
+    assert capi.ggml_flash_attn_ext_get_prec(attention.handle) == most
     with Graph(exact).compile(CPU) as compiled:
         np.testing.assert_allclose(compiled(), x @ w.T, rtol=1e-4, atol=1e-4)
-    with pytest.raises(OperandError, match="GGML_OP_MUL_MAT"):
-        ops.mul_mat_set_prec(x_, enums.ggml_prec.GGML_PREC_F32)
     with pytest.raises((TypeError, ValueError), match="prec"):
-        ops.mul_mat_set_prec(exact, 77)
+        ops.mul_mat(w_, x_, prec=77)
 
 
 @_release.needs("ggml_mul_mat_set_hint")
 def test_hint_of_products():
-    ctx = Context()
-    product = ops.mul_mat(ctx.tensor((5, 64)), ctx.tensor((3, 64)))
-    hint = max(enums.ggml_op_hint)
-    assert ops.mul_mat_set_hint(product, hint) is product
+    ctx, hint = Context(), max(enums.ggml_op_hint)
+    product = ops.mul_mat(ctx.tensor((5, 64)), ctx.tensor((3, 64)), hint=hint)
     assert product.handle.op_params[1] == hint
 
 

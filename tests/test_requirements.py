@@ -625,6 +625,42 @@ def test_factors_for_images(bench: Bench) -> None:
     np.testing.assert_array_equal(of_ones, bench.run(turned(a, None)))
 
 
+@pytest.mark.parametrize("function", ["acc", "set", "acc_inplace", "set_inplace"])
+def test_regions_whose_rows_overlap(bench: Bench, function: str) -> None:
+    """Threads would write them in any order."""
+    make = getattr(capi, f"ggml_{function}")
+    a, b = bench(8, 4), bench(5, 3)
+    with pytest.raises(ValueError, match=r"the rows of f32\[5,3,1,1\] would overlap there"):
+        make(bench.ctx, a, b, 4 * 4, 4 * 8, 4 * 32, 0)
+    part = bench(5, 2)
+    found = bench.run(make(bench.ctx, a, part, 4 * 10, 4 * 20, 4 * 20, 4 * 2))
+    wanted, rows = bench.data()[0].copy(), bench.data()[2]
+    for start, row in zip((2, 12), rows, strict=True):
+        region = wanted.reshape(-1)[start : start + 5]
+        region[:] = row + region if "acc" in function else row
+    np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-6)
+
+
+def test_rows_that_set_1d_would_put_over_one_another(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="would overlap there"):
+        capi.ggml_set_1d(bench.ctx, bench(3, 60), bench(5, 5), 0)
+
+
+def test_writing_into_elements_that_share_memory(bench: Bench) -> None:
+    """Reading them is fine."""
+    a = bench(64)
+    windows = capi.ggml_view_2d(bench.ctx, a, 4, 7, 4 * 2, 0)
+    found = bench.run(capi.ggml_cont(bench.ctx, windows))
+    wanted = np.lib.stride_tricks.sliding_window_view(bench.data()[0], 4)[:14:2]
+    np.testing.assert_array_equal(found[0, 0], wanted)
+    for result in (
+        capi.ggml_cpy(bench.ctx, bench(4, 7), windows),
+        capi.ggml_add_inplace(bench.ctx, windows, bench(4, 7)),
+    ):
+        with pytest.raises(ValueError, match="into a view whose elements share memory"):
+            bench.run(result)
+
+
 def test_scaling_stays_inside(bench: Bench) -> None:
     for n in (7, 100, 1000):
         result = capi.ggml_upscale_ext(

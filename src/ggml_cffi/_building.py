@@ -23,15 +23,16 @@ def operation(
 ) -> Callable[[_Operation], _Operation]:
     """Decorate an operation so that C++ does what is most frequent, and the rest the function.
 
-    `kinds` has a letter for each parameter but `ctx`: t for a tensor, n for one that may be None,
-    i, f and b for an integer, a float and a bool. `axes` is as in `build`.
+    `kinds` has a letter for each parameter but `ctx` and those that are set afterwards: t for a
+    tensor, n for one that may be None, i, f and b for an integer, a float and a bool. `axes` is as
+    in `build`.
     """
 
     def decorate(python: _Operation) -> _Operation:
         function: Any = python
         code = function.__code__
         parameters: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        names = tuple(one for one in parameters if one != "ctx")
+        names = tuple(one for one in parameters if one != "ctx")[: len(kinds)]
         positional = parameters[: code.co_argcount]
         given = function.__defaults__ or ()
         defaults = dict(zip(positional[len(positional) - len(given) :], given, strict=True))
@@ -63,14 +64,18 @@ def build(
     arguments: Mapping[str, object],
     ctx: Context | None = None,
     axes: int | None = None,
+    *settings: tuple[Callable[[Any, Any], None], str, object],
 ) -> Tensor:
     """Call a function of `capi` that makes a tensor in a context.
 
     `axes` is how many the result has; None: as many as ggml counts, and as its operands have.
+    `settings` are functions that change the result before anybody has it, each with the name and
+    the value of its other argument; None: it is not called.
 
     Raises OperandError where ggml, or a check before it, finds that the operands do not fit.
     """
-    operands = _operands(arguments)
+    wanted = [one for one in settings if one[2] is not None]
+    operands = _operands({**arguments, **{name: value for _, name, value in wanted}})
     passed: dict[str, object] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -93,34 +98,15 @@ def build(
         except (AbortError, ValueError) as error:
             refuse(error, function, arguments)
             raise
+        for setter, name, value in wanted:
+            try:
+                setter(handle, value.handle if isinstance(value, Tensor) else value)
+            except (AbortError, ValueError) as error:
+                refuse(error, setter, {**arguments, name: value})
+                raise
     if axes is None:
         axes = max([_n_dims(handle, operands), *(one.ndim for one in operands.values())])
     return Tensor(handle, context, axes)
-
-
-def change(function: Callable[..., Any], arguments: Mapping[str, object]) -> Tensor:
-    """Call a function of `capi` that changes its first argument, a result; give that back.
-
-    Raises OperandError as `build` does, and ValueError for operands of a context that needs the
-    result's.
-    """
-    changed, *_ = arguments.values()
-    if not isinstance(changed, Tensor):
-        name, *_ = arguments
-        raise TypeError(f"{name} is {changed!r} ({type(changed).__name__}), expected a Tensor")
-    context = changed.context
-    operands = _operands(arguments)
-    if place([one.context for one in operands.values()], context) is not context:
-        raise ValueError(f"{function.__name__}: an operand's Context needs that of {changed!r}")
-    passed = [one.handle if isinstance(one, Tensor) else one for one in arguments.values()]
-    context.handle  # noqa: B018 # raises after a fork, as in `build`
-    with context._lock:
-        try:
-            function(*passed)
-        except (AbortError, ValueError) as error:
-            refuse(error, function, arguments)
-            raise
-    return changed
 
 
 def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[str, object]) -> None:

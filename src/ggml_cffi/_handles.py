@@ -15,14 +15,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ._loader import ffi, lib
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from .tensor import Tensor
 
 Handle = Any
 """A pointer of cffi's, of whatever type."""
@@ -192,13 +187,13 @@ class _Resource:
 class Loans:
     """Memory of a resource that others share meanwhile: it is freed after that only."""
 
-    __slots__ = ("_remembering", "_resource", "count")
+    __slots__ = ("_resource", "count", "views")
 
     def __init__(self, resource: _Resource | None = None) -> None:
         self._resource = resource
         self.count = 0
-        # tensors with the array that they gave views of; by id, for they may be equal
-        self._remembering: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        #: Arrays that tensors give views of; each object knows its own, and takes it along.
+        self.views: dict[int, object] = {}
 
     def begin(self) -> None:
         """One more shares it."""
@@ -206,16 +201,6 @@ class Loans:
             self.count += 1
             if self._resource is not None:
                 self._resource.users += 1
-
-    def remember(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
-        """Let a tensor keep an array that shares the memory, to give views of it again."""
-        self._remembering[id(tensor)] = tensor  # before it has it, so that it is forgotten too
-        tensor._remember(array)
-
-    def forget(self) -> None:
-        """Let go of what is remembered: what is shared from then on has somebody else."""
-        for tensor in list(self._remembering.values()):
-            tensor._forget()
 
     def end(self, _: object = None) -> None:
         """One less; raises nothing, for nobody could catch it."""

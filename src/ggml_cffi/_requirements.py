@@ -77,7 +77,7 @@ WORDS = {
     "takes_host_pointers": "the device computes in memory that it is given",
     "unused": "nothing uses it any more",
     "view": "the view lies inside the tensor whose memory it is",
-    "window": "the region lies inside the tensor",
+    "window": "the region lies inside the tensor, and its rows do not overlap",
     "windows": "the windows are as many as 32 bits can count",
 }
 

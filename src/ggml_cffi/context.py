@@ -310,7 +310,7 @@ class Context(Owned[_Store]):
 
     def _check_unshared(self) -> None:
         with self._lock:
-            self._lent.forget()
+            self._lent.views.clear()
         if self._lent.count and not self.closed:
             raise BufferError(
                 f"{self._lent.count} arrays share the memory of the Context's tensors: it stays "

@@ -547,7 +547,7 @@ class Compiled(Owned[_Store]):
     def _close_if(self, free: bool) -> None:
         if (not free or self._doing) and not self.closed:
             raise ValueError(f"{self!r} is being {self._doing or 'run'}, and stays open")
-        self._lent.forget()
+        self._lent.views.clear()
         super()._close()
 
     def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
         def _again(self) -> npt.NDArray[Any] | None:
             """Another view of the array that was remembered, None where that has gone."""
 
-        def _remember(self, array: npt.NDArray[Any], /) -> None:
-            """Keep an array that shares the tensor's memory, until that moves."""
-
-        def _forget(self) -> None:
-            """Keep it no longer."""
+        def _remember(self, views: dict[int, object], array: npt.NDArray[Any], /) -> None:
+            """Put an array that shares the tensor's memory there, for as long as this object is."""
 
 else:
     from ._loader import TensorBase as _Base
@@ -409,10 +406,14 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         # it refers to what owns the memory, not to the object that stands for that: a circle that
         # goes through an array is one that Python's collector cannot see
         context._lent.begin()  # first: an interrupt in between lets memory stay, and frees none
-        lease = ffi.gc(handle.data, context._lent.end)
+        try:
+            lease = ffi.gc(handle.data, context._lent.end)
+        except BaseException:
+            context._lent.end()
+            raise
         memory, strides = ffi.buffer(lease, nbytes), _outer_first(handle.nb, ndim)
         array: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, 0, strides)
-        context._lent.remember(tensor, array)
+        tensor._remember(context._lent.views, array)
         view: npt.NDArray[Any] = array.view()
         return view
 

@@ -155,8 +155,6 @@ def aliased(t: Any) -> bool:
     """
     if not writes(t):
         return False
-    if overlaps_itself(t):
-        return True
     same = [
         s
         for s in t.src

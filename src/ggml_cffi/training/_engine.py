@@ -69,7 +69,7 @@ class Engine:
     def free(self) -> None:
         """Free it all; its parameters stay as they are."""
         self.closed = True
-        self._lent.forget()
+        self._lent.views.clear()
         self._end()
 
     # ---- building
