@@ -514,22 +514,49 @@ inline bool aligned_as_said(const gguf_context * ctx) {
     return said == is;
 }
 
-// The tensor, which may be NULL, is not made of the other: neither by operations nor as a view.
-inline bool made_without(const ggml_tensor * tensor, const ggml_tensor * other) {
+// All that these tensors, which may be NULL, are made from, and they: by operations or as views.
+inline std::unordered_set<const ggml_tensor *> ancestry(std::vector<const ggml_tensor *> left) {
     std::unordered_set<const ggml_tensor *> seen;
-    std::vector<const ggml_tensor *> left{ tensor };
     while (!left.empty()) {
         const ggml_tensor * t = left.back();
         left.pop_back();
-        if (t == other) {
-            return false;
-        }
         if (t && seen.insert(t).second) {
             left.push_back(t->view_src);
             left.insert(left.end(), std::begin(t->src), std::end(t->src));
         }
     }
+    return seen;
+}
+
+inline bool made_without(const ggml_tensor * tensor, const ggml_tensor * other) {
+    return !ancestry({ tensor }).count(other);
+}
+
+// ggml leaves out the gradient of a softmax's sinks, or dereferences what it takes for that.
+inline bool trains_no_sinks(const std::unordered_set<const ggml_tensor *> & tensors) {
+    std::vector<const ggml_tensor *> sinks;
+    for (const ggml_tensor * t : tensors) {
+        if (t->op == GGML_OP_SOFT_MAX && t->src[2]) {
+            sinks.push_back(t->src[2]);
+        }
+    }
+    for (const ggml_tensor * t : ancestry(sinks)) {
+        if (t->flags & GGML_TENSOR_FLAG_PARAM) {
+            why = named(t) + " is a parameter that sinks are made from";
+            return false;
+        }
+    }
     return true;
+}
+
+inline bool trains_no_sinks(const ggml_tensor * outputs) { return trains_no_sinks(ancestry({ outputs })); }
+
+inline bool trains_no_sinks(ggml_cgraph * graph) {
+    std::vector<const ggml_tensor *> nodes;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        nodes.push_back(ggml_graph_node(graph, i));
+    }
+    return trains_no_sinks(ancestry(std::move(nodes)));
 }
 
 } // namespace check

@@ -580,7 +580,7 @@ inline bool no_kernel_for(const ggml_tensor * node) {
         }
     }
     if (weighs_missing_keys(node)) {
-        why += ": of capped scores without a mask it would weigh keys that are not there, as their number is no multiple "
+        why += ": of capped scores without a mask it may weigh keys that are not there, as their number is no multiple "
                "of 64; a mask of zeros makes it right";
     }
     return false;

@@ -198,7 +198,7 @@ def test_shared_memory_keeps_it_open() -> None:
     x = context.from_numpy(np.arange(4, dtype=np.float32))
     context.allocate("CPU")
     view = x.numpy()[1:]
-    with pytest.raises(BufferError, match="1 arrays share the memory"):
+    with pytest.raises(BufferError, match="arrays share the memory of 1 of"):
         context.close()
     assert not context.closed
     view[0] = 7
@@ -207,6 +207,46 @@ def test_shared_memory_keeps_it_open() -> None:
     gc.collect()
     np.testing.assert_array_equal(view, [7, 2, 3])  # the memory is still there
     del view
+
+
+def test_tensors_of_a_graph_keep_their_own_context_open() -> None:
+    one, two = Context(), Context()
+    a = one.from_numpy(np.ones(4, np.float32), "a")
+    b = two.from_numpy(np.full(4, 2, np.float32), "b")
+    for context in (one, two):
+        context.allocate("CPU")
+    graph = Graph([a + b, ops.neg(a)])
+    homes = {tensor.name: tensor.context for tensor in graph.tensors if tensor.name}
+    assert homes == {"a": one, "b": two}
+    assert {tensor.context for tensor in graph.nodes} == {one, two}
+    [view] = [tensor.numpy() for tensor in graph.tensors if tensor.name == "b"]
+    with pytest.raises(BufferError, match="arrays share the memory of 1 of"):
+        two.close()
+    np.testing.assert_array_equal(view, [2] * 4)
+    del view
+    two.close()
+
+
+def test_contexts_never_need_each_other() -> None:
+    """Whatever two threads make at the same time."""
+    for _ in range(100):
+        pair = Context(), Context()
+        a, b = (context.tensor(3) for context in pair)
+        together = threading.Barrier(2)
+
+        def make(ctx: Context, a: Any = a, b: Any = b, together: Any = together) -> None:
+            together.wait()
+            ops.add(a, b, ctx=ctx)
+
+        threads = [threading.Thread(target=make, args=(ctx,)) for ctx in pair]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        needed = [other in one._needs for one, other in (pair, pair[::-1])]
+        assert sum(needed) == 1
+        for context in pair:
+            context.close()
 
 
 def test_results_over_several_contexts() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from _release import require
 
-from ggml_cffi import MetaDevice, SplitState, capi, ops
+from ggml_cffi import MetaDevice, SplitState, capi, ffi, ops
+from ggml_cffi import tensor as tensor_module
 from ggml_cffi.context import Context
 from ggml_cffi.dtypes import element_type
 from ggml_cffi.graph import Graph
@@ -103,6 +104,45 @@ def test_no_view_once_it_has_no_memory() -> None:
             one.numpy()
         with pytest.raises(ValueError, match="Context is closed"):
             one.set(numbers(4))
+
+
+def test_a_tensor_that_has_come_back_keeps_no_context_open() -> None:
+    class Holder:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor, self.itself = tensor, self
+
+        def __del__(self) -> None:
+            kept.append(self)
+
+    kept: list[Holder] = []
+    ctx = Context()
+    held = Holder(put(ctx, numbers(4)))
+    held.tensor.numpy()
+    del held
+    gc.collect()
+    assert len(kept) == 1
+    ctx.close()
+    with pytest.raises(ValueError, match="Context is closed"):
+        kept.pop().tensor.numpy()
+
+
+def test_a_view_that_there_is_no_memory_for(ctx: Context, monkeypatch: Any) -> None:
+    tensor = put(ctx, numbers(4))
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ffi, name)
+
+        def gc(self, *_: object) -> None:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_module, "ffi", Failing())
+        with pytest.raises(MemoryError):
+            tensor.numpy()
+    assert ctx._lent.count == 0
+    np.testing.assert_array_equal(tensor.numpy(), numbers(4))
+    ctx.close()
 
 
 def test_views_while_another_thread_closes() -> None:

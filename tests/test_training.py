@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _network import BATCH, N_IN, N_OUT, Network, Reference, data, one_hot
-from _release import needs_meta
+from _release import needs, needs_meta
 
 from ggml_cffi import (
     AbortError,
@@ -940,6 +940,26 @@ def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
     with pytest.raises(NotSupportedError, match="at most 2048 results, gradients and steps"):
         Trainer(network.x, deep, n_threads=1)
     trainer(network).fit(Dataset(X, CLASSES))
+
+
+@needs("ggml_soft_max_add_sinks")
+def test_sinks_are_not_trained(ctx: Context) -> None:
+    """ggml would leave out their gradient, or dereference what it takes for it."""
+    rng = np.random.default_rng(0)
+    w = ctx.from_numpy(rng.standard_normal((4, 8)).astype(np.float32), "w")
+    sinks = ctx.from_numpy(np.zeros(1, np.float32), "sinks")
+    ctx.allocate("CPU")
+    x = ctx.input((4, 8), name="x")
+    y = ops.soft_max(x @ w.T, sinks=sinks)
+    told = "ggml has no gradient of sinks: .*'sinks'.* is a parameter that sinks are made from"
+    with pytest.raises(NotSupportedError, match=told):
+        Trainer(x, y, "mean_squared_error", n_threads=1)
+    of_weights = ops.soft_max(x @ w.T, sinks=ops.reshape_1d(ops.sum(w), 1))
+    with pytest.raises(NotSupportedError, match=r"'w'.* is a parameter"):
+        Trainer(x, of_weights, "mean_squared_error", parameters=[w], n_threads=1)
+    with Trainer(x, y, "mean_squared_error", parameters=[w], n_threads=1) as fixed:
+        history = fixed.fit(Dataset(np.eye(8, dtype=np.float32), np.eye(8, 4, dtype=np.float32)), 3)
+    assert history["loss"][-1] < history["loss"][0]
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,7 @@ class Owned(Closing, Generic[_Handle]):
         """Need one more object, as if it were among `keep`; it must not need this one."""
         with _lock:
             parent._check_open()
+            self._check_open()
             self._resource.parents.append(parent._resource)
             parent._resource.users += 1
         parent._children.add(self)

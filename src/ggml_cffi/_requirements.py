@@ -75,6 +75,7 @@ WORDS = {
     "rope_sections": "the sections are as many as the mode takes",
     "shape": "no extent is negative, rows are whole blocks, and the bytes can be counted",
     "takes_host_pointers": "the device computes in memory that it is given",
+    "trains_no_sinks": "ggml has no gradient for the sinks of a softmax",
     "unused": "nothing uses it any more",
     "view": "the view lies inside the tensor whose memory it is",
     "window": "the region lies inside the tensor, and its rows do not overlap",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _runtime, capi
-from ._handles import Loans, Owned, address
+from ._handles import Loans, Owned, address, addresses, renew_after_fork
 from ._loader import Room, leaves, lib
 from ._memory import raises_memory_error
 from ._placement import check_weights, reorders
@@ -296,6 +298,7 @@ class Context(Owned[_Store]):
             if self._allocating:  # by this thread, whose split function has led here
                 raise ValueError("the Context's tensors are being allocated: it stays open")
             super()._close()
+            self._lent.views.clear()  # what a signal's handler has looked at meanwhile
 
     def _while_allocating(self, function: Callable[[], _Result]) -> _Result:
         """Call what gives tensors memory, with the lock: nobody can close it meanwhile."""
@@ -313,9 +316,12 @@ class Context(Owned[_Store]):
             self._lent.views.clear()
         if self._lent.count and not self.closed:
             raise BufferError(
-                f"{self._lent.count} arrays share the memory of the Context's tensors: it stays "
+                f"arrays share the memory of {self._lent.count} of the Context's tensors: it stays "
                 "open"
             )
+
+    def _arenas(self) -> list[types.ggml_context]:
+        return [*self._leaves, *self._inputs, *self._results]
 
     def _room(self) -> types.ggml_context:
         """Where an operation makes its results. Raises where it is closed, and after a fork."""
@@ -326,11 +332,15 @@ class Context(Owned[_Store]):
         """Keep other contexts for as long as this one: its tensors are made from theirs."""
         for other in others:
             if other is not self and other not in self._needs:
+                self._depend_on(other)  # raises where that is closed
                 self._needs.add(other)
-                self._depend_on(other)
 
     def __repr__(self) -> str:
         return f"<Context {'closed' if self.closed else f'at {id(self):#x}'}>"
+
+
+_placing = threading.RLock()  # nobody needs one meanwhile, so that none comes to need itself
+renew_after_fork(globals(), "_placing")
 
 
 def place(contexts: Iterable[Context], wanted: Context | None = None) -> Context:
@@ -340,15 +350,18 @@ def place(contexts: Iterable[Context], wanted: Context | None = None) -> Context
     the newest. So it is a request's that goes with what is made from a model's, not the model's.
     """
     distinct: list[Context] = list(dict.fromkeys([*contexts, *([wanted] if wanted else [])]))
-    free = [
-        one
-        for one in distinct
-        if not any(other is not one and _reaches(other, one) for other in distinct)
-    ]
-    found = wanted if wanted in free else max(free, key=lambda one: one._number)
-    assert found is not None
-    found._need(iter(distinct))
-    return found
+    if len(distinct) == 1:
+        return distinct[0]
+    with _placing:
+        free = [
+            one
+            for one in distinct
+            if not any(other is not one and _reaches(other, one) for other in distinct)
+        ]
+        found = wanted if wanted in free else max(free, key=lambda one: one._number)
+        assert found is not None
+        found._need(iter(distinct))
+        return found
 
 
 def reachable(contexts: Iterable[Context]) -> Iterator[Context]:
@@ -361,6 +374,21 @@ def reachable(contexts: Iterable[Context]) -> Iterator[Context]:
             seen.add(context)
             yield context
             todo += context._needs
+
+
+def homes_of(
+    contexts: Sequence[Context], handles: Sequence[types.ggml_tensor]
+) -> Iterator[Context]:
+    """Which context each of these tensors is described in: one of these or of those they need."""
+    known = list(reachable(contexts))
+    if len(known) == 1:
+        yield from known * len(handles)
+        return
+    arenas = [(address(capi.ggml_get_mem_buffer(a)), one) for one in known for a in one._arenas()]
+    arenas.sort(key=lambda arena: arena[0])
+    starts = [start for start, _ in arenas]
+    for where in addresses(handles):  # in an arena, which is one piece of memory
+        yield arenas[bisect.bisect(starts, where) - 1][1]
 
 
 def _reaches(context: Context, other: Context) -> bool:

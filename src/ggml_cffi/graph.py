@@ -21,7 +21,7 @@ from ._runtime import helper
 from ._splits import naming_the_node
 from .backend import Backend, Turn, thread
 from .capi import types
-from .context import reachable
+from .context import homes_of, reachable
 from .device import Device
 from .enums import ggml_op
 from .errors import AbortError, SplitError
@@ -67,7 +67,9 @@ class Graph:
     def tensors(self) -> list[Tensor]:
         """All tensors that the outputs are made from, and they, each after its operands."""
         with self._open():
-            return [self._tensor(handle) for handle in self._order()]
+            order = self._order()
+            homes = homes_of(self._contexts, order)
+            return [Tensor(handle, home) for handle, home in zip(order, homes, strict=True)]
 
     @property
     def nodes(self) -> list[Tensor]:
@@ -159,9 +161,6 @@ class Graph:
 
     def _handles(self) -> Any:
         return ffi.new("struct ggml_tensor *[]", [one.handle for one in self.outputs])
-
-    def _tensor(self, handle: types.ggml_tensor) -> Tensor:
-        return Tensor(handle, self._contexts[0])
 
     @staticmethod
     def _is_input(tensor: Tensor) -> bool:

@@ -200,7 +200,8 @@ def _quantizer(kind: ggml_type, n: int) -> Callable[..., None]:
             _runtime.invoke("ggml_from_float_t", from_float, source, target, numbers.size)
 
         return by_row
-    if name == "q8_0" and _row_bytes(kind, 32) == 34:  # not another release's layout
+    layout = capi.ggml_blck_size(kind), capi.ggml_type_size(kind)
+    if name == "q8_0" and layout == (32, 34):  # not another release's
 
         def by_block(numbers: Any, blocks: Any, weights: Any) -> None:
             source = ffi.from_buffer("float[]", numbers)

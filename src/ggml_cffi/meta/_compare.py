@@ -119,7 +119,8 @@ def compare(
     if not isinstance(meta, MetaDevice):
         raise TypeError(f"meta is {meta!r} ({type(meta).__name__}), expected a MetaDevice")
     with graph._open(), Context() as context:
-        order = graph._order()
+        tensors = graph.tensors
+        order = [tensor.handle for tensor in tensors]
         chosen = [i for i, tensor in enumerate(order) if _is_result(tensor)]
         given = dict(inputs or {})
         if strange := given.keys() - {tensor.name for tensor in graph.inputs}:
@@ -129,12 +130,12 @@ def compare(
                 given[tensor.name] = _random(tensor, order, np.random.default_rng(seed))
         if not chosen:
             return Comparison(())
-        everything = Graph({str(i): graph._tensor(order[i]) for i in chosen})
+        everything = Graph({str(i): tensors[i] for i in chosen})
         with everything.compile(meta) as compiled:
             split = compiled.run(**_of(compiled.inputs, given))
         again, copies = _on(one, meta, order, context, progress)
-        for old, new in zip(order, copies, strict=True):
-            constant = graph._constant(graph._tensor(old))
+        for old, new in zip(tensors, copies, strict=True):
+            constant = graph._constant(old)
             if constant is not None:
                 context._pending[address(new)] = constant
         try:

@@ -69,7 +69,8 @@ class Engine:
     def free(self) -> None:
         """Free it all; its parameters stay as they are."""
         self.closed = True
-        self._lent.views.clear()
+        with self._lock:
+            self._lent.views.clear()
         self._end()
 
     # ---- building
@@ -154,6 +155,11 @@ class Engine:
         params.get_opt_pars_ud = self._values
         try:
             return capi.ggml_opt_init(params)
+        except ValueError as error:
+            if "trains_no_sinks" in str(error):
+                told = str(error).rpartition(": ")[2]
+                raise NotSupportedError(f"ggml has no gradient of sinks: {told}") from error
+            raise
         except AbortError as error:
             if "failed to allocate" in error.log:  # what is as large as the parameters, for each
                 raise StatusMemoryError(str(error), capi.GGML_STATUS_ALLOC_FAILED) from error
