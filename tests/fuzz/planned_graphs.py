@@ -357,11 +357,12 @@ def _sinks(b: PlannedBuilder, q: Drawn) -> tuple[Drawn, ...]:
     """A number for each head, cut as the heads are, or otherwise; or none."""
     if b.choose(4) or not hasattr(capi, "ggml_flash_attn_ext_add_sinks"):
         return ()
-    guess = b.guesses.get(q.at)
-    place = b.cut(0, q.ne[2])
-    if guess is not None and guess.axis == 2 and sum(guess.shares) == q.ne[2] and b.choose(4):
-        place = Placed(True, SplitState.split(0, guess.shares))
-    return (b.weight(F32, (q.ne[2],), place),)
+    heads, guess, place = q.ne[2], b.guesses.get(q.at), MIRRORED
+    if heads > 1:
+        place = b.cut(0, heads)
+        if guess is not None and guess.axis == 2 and sum(guess.shares) == heads and b.choose(4):
+            place = Placed(True, SplitState.split(0, guess.shares))
+    return (b.weight(F32, (heads,), place),)
 
 
 @part

@@ -49,6 +49,7 @@ class Limit(enum.Enum):
     CONCAT = "concat of what is mirrored and what is cut"
     ADD_ID = "add_id of rows to choose from that are cut"
     ADD_ID_TO = "add_id to rows that are cut"
+    MASK = "flash_attn_ext with a mask that is cut"
     HELD_DIFFERENTLY = "rows held in different ways"
     BLOCKS = "blocks that the cut goes through"
     WRITTEN = "writing in place into a static tensor"
@@ -215,6 +216,10 @@ def known_fault(node: Any, sources: list[tuple[Any, State]], state: State) -> Li
         return Limit.ADD_ID
     if op in _op("ADD_ID") and states[0].axis in (1, 2):
         return Limit.ADD_ID_TO
+    if op in _op("FLASH_ATTN_EXT") and any(
+        s == node.src[3] and t.axis is not None for s, t in sources
+    ):
+        return Limit.MASK
     if op in _op("GROUP_NORM") and cut:
         return Limit.GROUP_NORM
     if op in _op("CONCAT") and len(cut) == 1:

@@ -207,7 +207,7 @@ def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
         closing.callback(backend.close)
         tensors = []
         for i, array in enumerate(leaves):
-            kind = I32 if array.dtype.kind == "i" else F32
+            kind = {"i4": I32, "f4": F32, "f2": capi.GGML_TYPE_F16}[array.dtype.str[1:]]
             tensors.append(capi.ggml_new_tensor(ctx, kind, list(array.shape[::-1])))
             capi.ggml_set_name(tensors[-1], str(i))
         buffer = capi.ggml_backend_alloc_ctx_tensors(ctx, backend.handle)
@@ -231,6 +231,7 @@ def on(target: Any, leaves: list[np.ndarray], build: Any) -> np.ndarray:
 
 MIRRORED = SplitState.mirrored()
 POSITIONS = np.arange(0, 56, 7, np.int32)
+CAUSAL = np.triu(np.full((8, 8), -np.inf, np.float16), 1)
 
 #: The leaves, how they are cut, what is computed; and a cut with which it is right.
 WRONG = {
@@ -275,6 +276,12 @@ WRONG = {
         [SplitState.split(2, [1, 1]), MIRRORED, MIRRORED],
         capi.ggml_add_id,
         [SplitState.split(0, [4, 4]), SplitState.split(0, [4, 4]), MIRRORED],
+    ),
+    Limit.MASK: (  # each device takes its part of the mask for all of it
+        [numbers(2, 2, 8), numbers(2, 8, 8), numbers(2, 8, 8), CAUSAL],
+        [*[SplitState.split(2, [1, 1])] * 3, SplitState.split(0, [4, 4])],
+        lambda ctx, *qkv_mask: capi.ggml_flash_attn_ext(ctx, *qkv_mask, 0.3, 0.0, 0.0),
+        [*[SplitState.split(2, [1, 1])] * 3, MIRRORED],
     ),
 }
 
