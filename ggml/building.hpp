@@ -237,10 +237,12 @@ static PyObject * tensor_again(PyObject * self, PyObject *) {
     }
     Py_INCREF(array); // from here on nobody frees the context, and the tensor with it
     const ggml_tensor * tensor = behind(t);
-    const bool          stays = tensor && tensor->data == t->data && buffer_behind(tensor) == t->buffer;
-    PyObject *          found = stays ? PyObject_CallMethodObjArgs(array, view, nullptr) : Py_None;
-    if (!stays) {
-        Py_INCREF(found);
+    PyObject *          found = nullptr;
+    if (tensor && tensor->data == t->data && buffer_behind(tensor) == t->buffer) {
+        found = PyObject_CallMethodObjArgs(array, view, nullptr);
+    } else if (!PyErr_Occurred()) {
+        Py_INCREF(Py_None);
+        found = Py_None;
     }
     Py_DECREF(array);
     return found;
@@ -268,10 +270,13 @@ static PyObject * tensor_remember(PyObject * self, PyObject * arguments) {
         return nullptr;
     }
     Py_INCREF(views);
+    PyObject * const old_views = t->views, *const old_key = t->key; // a signal's handler's
     t->views = views;
     t->key = key;
     t->data = tensor->data;
     t->buffer = buffer_behind(tensor);
+    Py_XDECREF(old_views);
+    Py_XDECREF(old_key);
     Py_RETURN_NONE;
 }
 

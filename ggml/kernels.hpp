@@ -189,6 +189,12 @@ inline bool writes_inside(const ggml_tensor * to, const ggml_tensor * b, size_t 
     return end <= ggml_nbytes(to);
 }
 
+inline bool writes_rows_apart(const ggml_tensor * to, const ggml_tensor * b) {
+    const size_t nb[4] = { ggml_type_size(to->type), (size_t) to->op_params[0], (size_t) to->op_params[1],
+                           (size_t) to->op_params[2] };
+    return ggml_is_empty(b) || !overlaps_itself(to->type, b->ne, nb);
+}
+
 // Rows of the other matrix are converted to this type, if they are of F32, or are of it.
 inline bool dot_type(const ggml_tensor * a, const ggml_tensor * b) {
 #ifdef GGML_CFFI_LINKS_GGML_CPU
@@ -361,10 +367,10 @@ inline const kernel kernels[] = {
                      typed(s[2], GGML_TYPE_I32)),
     GGML_CFFI_KERNEL("ADD1", 2, adds_one(s[0], s[1], n)),
     GGML_CFFI_KERNEL("ACC", 2, is_f32(s[0]) && packed_f32(s[1]) && ggml_is_contiguous(s[0]) &&
-                     ggml_is_contiguous(n) && writes_inside(n, s[1], 1)),
+                     ggml_is_contiguous(n) && writes_inside(n, s[1], 1) && writes_rows_apart(n, s[1])),
     GGML_CFFI_KERNEL("SET", 2, typed(s[0], GGML_TYPE_F32, GGML_TYPE_I32) && ggml_is_contiguous(s[0]) &&
                      ggml_is_contiguous(n) && packed(s[1]) && writes_inside(n, s[1], 0) &&
-                     /* also: */ s[1]->type == n->type),
+                     /* also: */ s[1]->type == n->type && writes_rows_apart(n, s[1])),
     GGML_CFFI_KERNEL("SQR", 1, maps(s[0], n)),
     GGML_CFFI_KERNEL("SQRT", 1, maps(s[0], n)),
     GGML_CFFI_KERNEL("LOG", 1, maps(s[0], n)),

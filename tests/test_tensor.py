@@ -126,21 +126,27 @@ def test_a_tensor_that_has_come_back_keeps_no_context_open() -> None:
         kept.pop().tensor.numpy()
 
 
-def test_a_view_that_there_is_no_memory_for(ctx: Context, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_view_that_fails(
+    ctx: Context, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for what it holds, or an interrupt comes once it is there."""
     tensor = put(ctx, numbers(4))
 
     class Failing:
         def __getattr__(self, name: str) -> Any:
             return getattr(ffi, name)
 
-        def gc(self, *_: object) -> None:
-            raise MemoryError
+        def gc(self, *given: Any) -> None:
+            if error is not MemoryError:
+                ffi.gc(*given)  # and gone again
+            raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(tensor_module, "ffi", Failing())
-        with pytest.raises(MemoryError):
+        with pytest.raises(error):
             tensor.numpy()
-    assert ctx._lent.count == 0
+    assert ctx._lent.count == 0 and ctx._resource.users == 1
     np.testing.assert_array_equal(tensor.numpy(), numbers(4))
     ctx.close()
 

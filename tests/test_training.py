@@ -942,6 +942,39 @@ def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
     trainer(network).fit(Dataset(X, CLASSES))
 
 
+def test_gradients_that_ggml_reads_wrongly_are_refused(ctx: Context) -> None:
+    """That of a weight that is used transposed is transposed, and a step reads it as it lies."""
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal((64, 6)).astype(np.float32)
+    labels = data @ rng.standard_normal((6, 4)).astype(np.float32)
+    numbers = rng.standard_normal((6, 4)).astype(np.float32)
+    w, turned = ctx.from_numpy(numbers, "w"), ctx.from_numpy(numbers.T, "turned")
+    ctx.allocate("CPU")
+    x = ctx.input((64, 6), name="x")
+    permuted = ops.cont(ops.permute(w, 1, 0, 2, 3))
+    told = r"OPT_STEP_\w+ '.* step for w'.*x @ w\.T, with"
+    for y in (x @ w, x @ permuted.T, x @ ops.cast(w.T, "f32").T):
+        with pytest.raises(NotSupportedError, match=told):
+            Trainer(x, y, "mean_squared_error", SGD(0.5), n_threads=1)
+    with Trainer(x, x @ turned.T, "mean_squared_error", SGD(0.5), n_threads=1) as right:
+        loss = right.fit(Dataset(data, labels), 60)["loss"]
+    assert loss[-1] < 1e-4 < 1 < loss[0]
+
+
+def test_gradients_of_parts_that_are_turned_or_overlap_are_refused(ctx: Context) -> None:
+    w = ctx.from_numpy(np.ones((6, 8), np.float32), "w")
+    ctx.allocate("CPU")
+    x = ctx.input((4, 3), name="x")
+    turned = ops.cont(w[1:4, 2:5].T)
+    overlapping = ops.cont(ops.view_2d(w, 3, 4, 2 * 4, 0))
+    for part in (turned, overlapping):
+        with pytest.raises(NotSupportedError, match="ACC 'grad for w'"):
+            Trainer(x, x @ part.T, "mean_squared_error", SGD(0.1), n_threads=2)
+    copied = ops.cpy(ops.sqr(w), ops.dup(w))
+    with pytest.raises(NotSupportedError, match=r"'w'.* of what is copied over"):
+        Trainer(x, x @ copied[:3, :3].T, "mean_squared_error", SGD(0.1), n_threads=1)
+
+
 @needs("ggml_soft_max_add_sinks")
 def test_sinks_are_not_trained(ctx: Context) -> None:
     """ggml would leave out their gradient, or dereference what it takes for it."""
@@ -951,7 +984,7 @@ def test_sinks_are_not_trained(ctx: Context) -> None:
     ctx.allocate("CPU")
     x = ctx.input((4, 8), name="x")
     y = ops.soft_max(x @ w.T, sinks=sinks)
-    told = "ggml has no gradient of sinks: .*'sinks'.* is a parameter that sinks are made from"
+    told = "no gradient of this: .*'sinks'.* is a parameter, and part of the sinks"
     with pytest.raises(NotSupportedError, match=told):
         Trainer(x, y, "mean_squared_error", n_threads=1)
     of_weights = ops.soft_max(x @ w.T, sinks=ops.reshape_1d(ops.sum(w), 1))

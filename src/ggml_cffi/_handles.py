@@ -334,7 +334,11 @@ class Owned(Closing, Generic[_Handle]):
             self._check_open()
             self._resource.parents.append(parent._resource)
             parent._resource.users += 1
-        parent._children.add(self)
+            parent._children.add(self)
+
+    def _all_children(self) -> list[Owned[Any]]:
+        with _lock:  # while nobody adds one
+            return list(self._children)
 
     @property
     def closed(self) -> bool:
@@ -357,7 +361,7 @@ class Owned(Closing, Generic[_Handle]):
     def _close(self) -> None:
         for one in self._dependents():
             one._check_unshared()
-        _each([*(child._close for child in list(self._children)), self._drop])
+        _each([*(child._close for child in self._all_children()), self._drop])
 
     def _check_unshared(self) -> None:
         """Raise BufferError where others share its memory, and it must stay open for that."""
@@ -367,7 +371,7 @@ class Owned(Closing, Generic[_Handle]):
         found: list[Owned[Any]] = [self]
         seen = {id(self)}
         for one in found:
-            more = [child for child in list(one._children) if id(child) not in seen]
+            more = [child for child in one._all_children() if id(child) not in seen]
             seen.update(map(id, more))
             found += more
         return found

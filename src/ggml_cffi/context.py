@@ -384,11 +384,16 @@ def homes_of(
     if len(known) == 1:
         yield from known * len(handles)
         return
-    arenas = [(address(capi.ggml_get_mem_buffer(a)), one) for one in known for a in one._arenas()]
+    arenas = [
+        (address(capi.ggml_get_mem_buffer(arena)), capi.ggml_get_mem_size(arena), one)
+        for one in known
+        for arena in one._arenas()
+    ]
     arenas.sort(key=lambda arena: arena[0])
-    starts = [start for start, _ in arenas]
+    starts = [start for start, _, _ in arenas]
     for where in addresses(handles):  # in an arena, which is one piece of memory
-        yield arenas[bisect.bisect(starts, where) - 1][1]
+        start, size, home = arenas[bisect.bisect(starts, where) - 1]
+        yield home if start <= where < start + size else known[0]  # of somebody's who uses `capi`
 
 
 def _reaches(context: Context, other: Context) -> bool:

@@ -408,7 +408,9 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         context._lent.begin()  # first: an interrupt in between lets memory stay, and frees none
         try:
             lease = ffi.gc(handle.data, context._lent.end)
-        except BaseException:
+        except (
+            MemoryError
+        ):  # there is none; after an interrupt there may be one, that ends by itself
             context._lent.end()
             raise
         memory, strides = ffi.buffer(lease, nbytes), _outer_first(handle.nb, ndim)
