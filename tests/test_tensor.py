@@ -74,8 +74,7 @@ def test_each_view_is_an_array_of_its_own(ctx: Context) -> None:
     one, two = tensor.numpy(), tensor.numpy()
     assert one is not two and np.shares_memory(one, two)
     one.flags.writeable = False
-    one.shape = 12
-    assert two.flags.writeable and two.shape == tensor.numpy().shape == (3, 4)
+    assert two.flags.writeable and not one.flags.writeable
     assert tensor.numpy().flags.writeable
 
 
