@@ -408,9 +408,7 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         context._lent.begin()  # first: an interrupt in between lets memory stay, and frees none
         try:
             lease = ffi.gc(handle.data, context._lent.end)
-        except (
-            MemoryError
-        ):  # there is none; after an interrupt there may be one, that ends by itself
+        except MemoryError:  # not after an interrupt: a lease that is there by then ends by itself
             context._lent.end()
             raise
         memory, strides = ffi.buffer(lease, nbytes), _outer_first(handle.nb, ndim)
