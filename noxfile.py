@@ -69,7 +69,7 @@ ON_RELEASES = (
     *("split_state", "latch", "meta_device", "meta_numeric"),
     *("context", "tensor", "indexing", "operators", "graph", "scheduler"),
     *("custom", "placement", "lifetimes", "quants", "gguf", "gguf_load", "gguf_writer"),
-    *("training", "training_files"),
+    *("training", "training_files", "capi_training"),
     *("planner", "policies", "compare", "split_command", "progress"),
     *("info", "public_api"),
 )

@@ -27,6 +27,7 @@ CPP = (
     "handles.hpp",
     "checks.hpp",
     "kernels.hpp",
+    "gradients.hpp",
     "indices.hpp",
     "versions.hpp",
     "memory.hpp",

@@ -532,35 +532,4 @@ inline bool made_without(const ggml_tensor * tensor, const ggml_tensor * other) 
     return !ancestry({ tensor }).count(other);
 }
 
-inline bool is_parameter(const ggml_tensor * t) { return t->flags & GGML_TENSOR_FLAG_PARAM; }
-
-// ggml leaves out the gradient of a softmax's sinks and of what is copied over, or dereferences what it takes for that.
-inline bool can_differentiate(const std::unordered_set<const ggml_tensor *> & tensors) {
-    std::vector<const ggml_tensor *> left_out;
-    for (const ggml_tensor * t : tensors) {
-        if (t->op == GGML_OP_SOFT_MAX && t->src[2]) {
-            left_out.push_back(t->src[2]);
-        } else if (t->op == GGML_OP_CPY && t->src[1] != t) { // a cast is its own
-            left_out.push_back(t->src[1]);
-        }
-    }
-    for (const ggml_tensor * t : ancestry(left_out)) {
-        if (is_parameter(t)) {
-            why = named(t) + " is a parameter, and part of the sinks of a softmax or of what is copied over";
-            return false;
-        }
-    }
-    return true;
-}
-
-inline bool can_differentiate(const ggml_tensor * outputs) { return can_differentiate(ancestry({ outputs })); }
-
-inline bool can_differentiate(ggml_cgraph * graph) {
-    std::vector<const ggml_tensor *> nodes;
-    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
-        nodes.push_back(ggml_graph_node(graph, i));
-    }
-    return can_differentiate(ancestry(std::move(nodes)));
-}
-
 } // namespace check

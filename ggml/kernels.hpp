@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 namespace check {
@@ -560,18 +559,11 @@ inline std::vector<const ggml_tensor *> computed_nodes(ggml_cgraph * graph) {
 
 // What is computed for a tensor, where there is no graph yet.
 inline std::vector<const ggml_tensor *> computed_nodes(const ggml_tensor * result) {
-    std::unordered_set<const ggml_tensor *> seen;
-    std::vector<const ggml_tensor *> nodes, left{ result };
-    while (!left.empty()) {
-        const ggml_tensor * t = left.back();
-        left.pop_back();
-        if (!t || !seen.insert(t).second) {
-            continue;
-        }
+    std::vector<const ggml_tensor *> nodes;
+    for (const ggml_tensor * t : ancestry({ result })) {
         if (!no_kernel(t)) {
             nodes.push_back(t);
         }
-        left.insert(left.end(), std::begin(t->src), std::end(t->src));
     }
     return nodes;
 }
@@ -665,10 +657,9 @@ inline bool cpu_can(ggml_cgraph * graph, ggml_backend_t backend = nullptr) {
     return true;
 }
 
-// A scheduler keeps an operation where its result or its weights are, or where the user wants it.
-inline bool tied_to_cpu(ggml_backend_sched_t sched, const ggml_tensor * node) {
-    ggml_backend_t chosen = ggml_backend_sched_get_tensor_backend(sched, (ggml_tensor *) node);
-    if (real_host_buffer(node) || (chosen && on_cpu(chosen))) {
+// The CPU has its result or its weights in its memory.
+inline bool lies_on_cpu(const ggml_tensor * node) {
+    if (real_host_buffer(node)) {
         return true;
     }
     for (const ggml_tensor * src : node->src) {
@@ -680,8 +671,10 @@ inline bool tied_to_cpu(ggml_backend_sched_t sched, const ggml_tensor * node) {
     return false;
 }
 
-template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
-    for (const ggml_tensor * node : computed_nodes(graph)) {
+// `tied(node)`: whether the scheduler leaves it to the CPU, whatever other backends can do.
+template <class Tied>
+bool cpu_can(ggml_backend_sched_t sched, const std::vector<const ggml_tensor *> & nodes, const Tied & tied) {
+    for (const ggml_tensor * node : nodes) {
         if (!spares_operands(node) || !writes_apart(node)) {
             return false;
         }
@@ -693,26 +686,19 @@ template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
             ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
             other = other || (!on_cpu(backend) && ggml_backend_supports_op(backend, node));
         }
-        if (!other || tied_to_cpu(sched, node)) {
+        if (!other || tied(node)) {
             return no_kernel_for(node);
         }
     }
     return true;
 }
 
-// Where the scheduler that will compute is not known: some device can, or the CPU.
-inline bool some_device_can(ggml_cgraph * graph) {
-    for (const ggml_tensor * node : computed_nodes(graph)) {
-        bool can = cpu_takes(node);
-        for (size_t i = 0; !can && i < ggml_backend_dev_count(); ++i) {
-            ggml_backend_dev_t device = ggml_backend_dev_get(i);
-            can = ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU && ggml_backend_dev_supports_op(device, node);
-        }
-        if (!can) {
-            return no_kernel_for(node);
-        }
-    }
-    return true;
+// A scheduler keeps an operation where its result or its weights are, or where the user wants it.
+template <class Graph> bool cpu_can(ggml_backend_sched_t sched, Graph * graph) {
+    return cpu_can(sched, computed_nodes(graph), [sched](const ggml_tensor * node) {
+        ggml_backend_t chosen = ggml_backend_sched_get_tensor_backend(sched, (ggml_tensor *) node);
+        return lies_on_cpu(node) || (chosen && on_cpu(chosen));
+    });
 }
 
 // Every tensor that is in a buffer can be read by one of the scheduler's backends.

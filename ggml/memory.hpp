@@ -418,6 +418,7 @@ struct optimisation {
     ggml_backend_sched_t scheduler;
     ggml_opt_build_type  build;       // the most that it is for
     int                  period;      // of the optimiser's steps, in evaluations
+    check::training      how;
     bool                 ready = false; // allocated, and not evaluated since
     bool                 begun = false; // allocated, at some time
     uint64_t             turn = 0;    // of its scheduler, when it was
@@ -432,7 +433,8 @@ inline by_address<optimisation> optimisations_table;
 
 inline void note_optimisation(ggml_opt_context_t context, const ggml_opt_params & params) {
     if (context) {
-        optimisation made{ params.backend_sched, params.build_type, params.opt_period };
+        const check::training how(params.loss_type, params.optimizer, params.build_type, false);
+        optimisation made{ params.backend_sched, params.build_type, params.opt_period, how };
         made.backward = params.ctx_compute && params.build_type == GGML_OPT_BUILD_TYPE_OPT;
         optimisations_table.note(context, made);
     }
@@ -452,6 +454,12 @@ inline void forget_optimisation(ggml_opt_context_t context) { optimisations_tabl
 inline ggml_backend_sched_t scheduler_of(ggml_opt_context_t context) {
     const auto found = optimisations_table.find(context);
     return found ? found->scheduler : nullptr;
+}
+
+// A graph that is given for one evaluation.
+inline bool can_train(ggml_opt_context_t context, ggml_cgraph * graph, const ggml_tensor * outputs) {
+    const auto found = optimisations_table.find(context);
+    return !found || check::can_train(found->scheduler, check::nodes_of(graph), outputs, ggml_graph_size(graph), found->how);
 }
 
 inline int threads_of(ggml_opt_context_t context) {

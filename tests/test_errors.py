@@ -492,7 +492,7 @@ def test_an_enumerator_is_asked_for() -> None:
 
 
 #: What these find they say themselves, or they are never false.
-EXPLAIN_THEMSELVES = {"cpu_can", "indices", "reachable", "some_device_can"}
+EXPLAIN_THEMSELVES = {"cpu_can", "indices", "reachable"}
 EXPLAIN_THEMSELVES |= {"supported", "scheduler_of", "threads_of", "use", "product"}
 EXPLAIN_THEMSELVES |= {"computed", "graph_of", "hand_over"}
 

@@ -9,12 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
-from _compute import Arena
 from _release import PINNED
-
-from ggml_cffi import capi
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = {-signal.SIGSEGV, -signal.SIGABRT}
@@ -236,40 +232,6 @@ def test_a_gguf_file_truncated_while_it_is_open(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (-signal.SIGBUS, "before\n"), ended.stderr
     written = child(body.format(step="write()"))
     assert (written.returncode, written.stdout) == (0, f"before\n{1 << 20}\n"), written.stderr
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_parameter_that_is_trained_transposed(turned: bool) -> None:
-    """A step of SGD by `capi`, on the mean squared error of a product, against NumPy."""
-    rng = np.random.default_rng(0)
-    w0, x0 = rng.standard_normal((4, 6), np.float32), rng.standard_normal((8, 6), np.float32)
-    y0 = rng.standard_normal((8, 4), np.float32)
-    cpu = capi.ggml_backend_cpu_init()
-    with Arena(cpu) as arena:
-        arena.callback(capi.ggml_backend_free, cpu)
-        capi.ggml_backend_cpu_set_n_threads(cpu, 1)
-        sched = capi.ggml_backend_sched_new([cpu], None, 1024, False, False)
-        arena.callback(capi.ggml_backend_sched_free, sched)
-        held = w0.T.copy() if turned else w0
-        w = arena.weight(*held.shape[::-1])
-        capi.ggml_set_param(w)
-        capi.ggml_backend_tensor_set(w, held, 0)
-        x = arena.weight(6, 8)
-        ctx = arena.context(1 << 24)
-        used = capi.ggml_cont(ctx, capi.ggml_transpose(ctx, w)) if turned else w
-        y = capi.ggml_mul_mat(ctx, used, x)
-        data = capi.ggml_opt_dataset_init(capi.GGML_TYPE_F32, capi.GGML_TYPE_F32, 6, 4, 8, 8)
-        arena.callback(capi.ggml_opt_dataset_free, data)
-        capi.ggml_backend_tensor_set(capi.ggml_opt_dataset_data(data), x0, 0)
-        capi.ggml_backend_tensor_set(capi.ggml_opt_dataset_labels(data), y0, 0)
-        capi.ggml_opt_fit(
-            sched, ctx, x, y, data, capi.GGML_OPT_LOSS_TYPE_MEAN_SQUARED_ERROR,
-            capi.GGML_OPT_OPTIMIZER_TYPE_SGD, lambda _: {"sgd": {"alpha": 1.0}}, 1, 8,
-        )  # fmt: skip
-        found = np.empty_like(held)
-        capi.ggml_backend_tensor_get(w, found, 0)
-    right = w0 - 2 * (x0 @ w0.T - y0).T @ x0 / y0.size
-    assert np.allclose(found.T if turned else found, right, rtol=1e-3, atol=1e-3) is not turned
 
 
 LINES = [

@@ -952,7 +952,7 @@ def test_gradients_that_ggml_reads_wrongly_are_refused(ctx: Context) -> None:
     ctx.allocate("CPU")
     x = ctx.input((64, 6), name="x")
     permuted = ops.cont(ops.permute(w, 1, 0, 2, 3))
-    told = r"OPT_STEP_\w+ '.* step for w'.*x @ w\.T, with"
+    told = r"cannot compute OPT_STEP_SGD 'step for w' of .*x @ w\.T"
     for y in (x @ w, x @ permuted.T, x @ ops.cast(w.T, "f32").T):
         with pytest.raises(NotSupportedError, match=told):
             Trainer(x, y, "mean_squared_error", SGD(0.5), n_threads=1)
@@ -968,7 +968,7 @@ def test_gradients_of_parts_that_are_turned_or_overlap_are_refused(ctx: Context)
     turned = ops.cont(w[1:4, 2:5].T)
     overlapping = ops.cont(ops.view_2d(w, 3, 4, 2 * 4, 0))
     for part in (turned, overlapping):
-        with pytest.raises(NotSupportedError, match="ACC 'grad for w'"):
+        with pytest.raises(NotSupportedError, match="cannot compute ACC 'grad for w' of "):
             Trainer(x, x @ part.T, "mean_squared_error", SGD(0.1), n_threads=2)
     copied = ops.cpy(ops.sqr(w), ops.dup(w))
     with pytest.raises(NotSupportedError, match=r"'w'.* of what is copied over"):
@@ -984,7 +984,7 @@ def test_sinks_are_not_trained(ctx: Context) -> None:
     ctx.allocate("CPU")
     x = ctx.input((4, 8), name="x")
     y = ops.soft_max(x @ w.T, sinks=sinks)
-    told = "no gradient of this: .*'sinks'.* is a parameter, and part of the sinks"
+    told = "no gradient that can be used: .*'sinks'.* is a parameter, and part of the sinks"
     with pytest.raises(NotSupportedError, match=told):
         Trainer(x, y, "mean_squared_error", n_threads=1)
     of_weights = ops.soft_max(x @ w.T, sinks=ops.reshape_1d(ops.sum(w), 1))

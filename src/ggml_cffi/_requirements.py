@@ -16,6 +16,7 @@ WORDS = {
     "can_differentiate": "ggml has the gradients of all that parameters are part of",
     "can_schedule": "there is memory for the scheduler",
     "can_set": "memory that keeps weights in an order of its own takes them whole, if it has one",
+    "can_train": "ggml has the gradients, and what computes them reads them as they lie",
     "can_unload": "the backend is a loadable module of which nothing lives",
     "can_work": "there is memory for the work of the computation",
     "conv_output": "the kernel fits into the image, with padding, strides and dilation",

@@ -156,9 +156,11 @@ class Engine:
         try:
             return capi.ggml_opt_init(params)
         except ValueError as error:
-            if "can_differentiate" in str(error):
-                told = str(error).rpartition(": ")[2]
-                raise NotSupportedError(f"ggml has no gradient of this: {told}") from error
+            if "can_train" in str(error):
+                told = str(error).rpartition("): ")[2]
+                raise NotSupportedError(
+                    f"ggml makes no gradient that can be used: {told}"
+                ) from error
             raise
         except AbortError as error:
             if "failed to allocate" in error.log:  # what is as large as the parameters, for each
@@ -194,14 +196,6 @@ class Engine:
             try:
                 with raises_memory_error():
                     capi.ggml_backend_sched_reserve(self._scheduler, graph)
-            except ValueError as error:
-                if "cpu_can" not in str(error):
-                    raise
-                told = str(error).rpartition("): ")[2]
-                raise NotSupportedError(
-                    f"ggml makes no gradient that can be used: the CPU cannot compute {told}; a "
-                    "weight that is trained lies as it is used: x @ w.T, with w of shape (out, in)"
-                ) from error
             except AbortError as error:
                 if "cur_backend_id != -1" not in error.message:
                     raise
