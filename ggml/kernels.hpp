@@ -2,6 +2,7 @@
 // where a graph is computed, not where it is built. ggml_backend_supports_op says little of it.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -568,6 +569,23 @@ inline std::vector<const ggml_tensor *> computed_nodes(const ggml_tensor * resul
     return nodes;
 }
 
+// The CPU could compute it, if its operands lay as new tensors do.
+inline bool takes_copies(const ggml_tensor * node) {
+    ggml_tensor                           made = *node;
+    std::array<ggml_tensor, GGML_MAX_SRC> copies;
+    for (int i = 0; i < GGML_MAX_SRC; ++i) {
+        if (ggml_tensor * src = made.src[i]) {
+            copies[i] = *src;
+            copies[i].nb[0] = ggml_type_size(src->type);
+            copies[i].nb[1] = ggml_row_size(src->type, src->ne[0]);
+            copies[i].nb[2] = copies[i].nb[1] * src->ne[1];
+            copies[i].nb[3] = copies[i].nb[2] * src->ne[2];
+            made.src[i] = &copies[i];
+        }
+    }
+    return !node->view_src && cpu_takes(&made);
+}
+
 inline bool no_kernel_for(const ggml_tensor * node) {
     why = named(node);
     const char * separator = " of ";
@@ -580,6 +598,8 @@ inline bool no_kernel_for(const ggml_tensor * node) {
     if (weighs_missing_keys(node)) {
         why += ": of capped scores without a mask it may weigh keys that are not there, as their number is no multiple "
                "of 64; a mask of zeros makes it right";
+    } else if (takes_copies(node)) {
+        why += ": of copies without gaps it could, which ggml_cont makes";
     }
     return false;
 }

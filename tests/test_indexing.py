@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from ggml_cffi import device, ops
+from ggml_cffi import OperandError, device, ops
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -231,6 +231,35 @@ def test_it_can_be_iterated_and_ends():
     rows = list(allocated(NUMBERS))
     assert [row.shape for row in rows] == [(5, 6)] * 4
     np.testing.assert_array_equal(rows[2].numpy(), NUMBERS[2])
+
+
+@pytest.mark.parametrize("key", [slice(2), slice(1, 3), 2, -1, slice(3, 4)])
+def test_what_looks_at_all_strides_takes_whole_rows(key):
+    """ggml_scale asks for those of a new tensor along axes of one element, too."""
+    array = NUMBERS[0]
+    with Graph(ops.scale(allocated(array)[key], 2)).compile(CPU, 1) as compiled:
+        np.testing.assert_array_equal(compiled(), 2 * array[key])
+
+
+@pytest.mark.parametrize("key", [slice(1, 3), slice(None, None, 2), (slice(None), slice(1, 3)), 1])
+def test_strides_of_axes_that_a_meta_device_knows_them_by(key):
+    """Those along axes of which the tensor has more than one element are the tensor's, or steps."""
+    tensor = allocated(NUMBERS)
+    view, strides = tensor[key], NUMBERS[key].strides
+    assert list(view.handle.nb)[: len(strides)] == list(strides[::-1])
+
+
+def test_the_way_out_of_gaps_is_told():
+    part = allocated(NUMBERS[0])[1:3, 1:3]
+    told = r"a 'a \(view\)' is .*is_contiguous\(a\).*; it has gaps .*, and ops.cont gives"
+    with pytest.raises(OperandError, match=told):
+        ops.soft_max(part)
+    computed = Graph(ops.scale(part, 2)).compile(CPU, 1)
+    with pytest.raises(ValueError, match="SCALE .*: of copies without gaps it could"):
+        computed()
+    wide = ops.argsort(ops.cast(part, "f16"))
+    with pytest.raises(ValueError, match=r"ARGSORT .*f16\[2,2,1,1\]$"):  # copies are no way out
+        Graph(wide).compile(CPU, 1)()
 
 
 # ---- a meta device

@@ -6,6 +6,7 @@ numbers. `build` does everything else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -112,7 +113,7 @@ def build(
 def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[str, object]) -> None:
     """Raise OperandError, with what the operands are, where the error is that they do not fit."""
     if isinstance(error, AbortError):
-        message = _told(_operands(arguments), error.message)
+        message = _told(_operands(arguments), error.message + _way_out(error.message, arguments))
         place = error.file, error.line, error.function, error.log
         raise OperandError(message, *place) from None
     _, is_requirement, text = str(error).partition(f"{function.__name__}: requires ")
@@ -137,6 +138,14 @@ def copy(tensor: object) -> object:
     if not isinstance(tensor, Tensor):
         return tensor
     return build(capi.ggml_cont, {"a": tensor})
+
+
+def _way_out(assertion: str, arguments: Mapping[str, object]) -> str:
+    """What to do where ggml asserts that one of the operands lies as a new tensor does."""
+    found = re.search(r"\bggml_is_(?:contiguous|padded)\w*\((\w+)", assertion)
+    if not found or found[1] not in arguments:
+        return ""
+    return "; it has gaps or is permuted, and ops.cont gives a copy that is not"
 
 
 def _n_dims(handle: Any, operands: Mapping[str, Tensor]) -> int:

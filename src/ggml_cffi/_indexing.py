@@ -54,12 +54,26 @@ def index(tensor: Tensor, key: object) -> Tensor:
         raise IndexError(
             f"{tensor!r}: {len(source)} axes in the result, expected at most {MAX_DIMS}"
         )
+    if steps == list(handle.nb):
+        _close_up(list(handle.ne), counts, steps, block)
     first = _innermost(tensor, counts, steps, size)
     order = [first, *(inner for inner in range(MAX_DIMS) if inner != first)]
     n0, n1, n2, n3 = (counts[i] for i in order)
     nb1, nb2, nb3 = (steps[i] for i in order[1:])
     view = ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
     return _arranged(view, order, tensor.ndim, source)
+
+
+def _close_up(ne: list[int], counts: list[int], steps: list[int], block: int) -> None:
+    """Give the outer axes that tensor and view have one element of the strides of a new tensor.
+
+    Some of ggml's operations look at those. Of other axes the strides have to be the tensor's: a
+    meta device knows by them which axis of the view is the one that is cut.
+    """
+    used = max((inner for inner in range(MAX_DIMS) if ne[inner] != 1), default=0)
+    for outer in range(used + 1, MAX_DIMS):
+        inner = outer - 1
+        steps[outer] = steps[inner] * counts[inner] // (block if inner == 0 else 1)
 
 
 def _innermost(tensor: Tensor, counts: list[int], steps: list[int], size: int) -> int:
