@@ -255,7 +255,7 @@ def test_the_way_out_of_gaps_is_told():
     with pytest.raises(OperandError, match=told):
         ops.soft_max(part)
     computed = Graph(ops.scale(part, 2)).compile(CPU, 1)
-    with pytest.raises(ValueError, match="SCALE .*: of copies without gaps it could"):
+    with pytest.raises(ValueError, match=r"SCALE .*: of copies without gaps it could"):
         computed()
     wide = ops.argsort(ops.cast(part, "f16"))
     with pytest.raises(ValueError, match=r"ARGSORT .*f16\[2,2,1,1\]$"):  # copies are no way out
