@@ -68,7 +68,10 @@ def quantize(
 
     def work(start: int, stop: int) -> None:
         numbers = np.ascontiguousarray(rows[start:stop], np.float32)
-        convert(numbers, result[start:stop], weights[start // n_rows] if weights.size else None)
+        given = ffi.from_buffer("float[]", numbers)
+        blocks = ffi.from_buffer(result[start:stop], require_writable=True)
+        mine = ffi.from_buffer("float[]", weights[start // n_rows]) if weights.size else ffi.NULL
+        convert(given, blocks, stop - start, mine)
 
     _share_out(work, _chunks(len(rows), n, n_rows), len(rows), threads, progress)
     return result.reshape(*source.shape[:-1], size)
@@ -184,43 +187,34 @@ def _importance(
 # ---- how a type is made
 
 
-def _quantizer(kind: ggml_type, n: int) -> Callable[..., None]:
-    """Quantises contiguous rows of `n` float32 into bytes; the third argument are the weights."""
+def _quantizer(kind: ggml_type, n: int) -> Callable[[Any, Any, int, Any], None]:
+    """Quantises rows of `n` float32: of pointers to them and the blocks, their number, weights."""
     name = type_name(kind)
     from_float = None
     if name == "q8_1":
         from_float = capi.ggml_get_type_traits(kind).from_float_ref
     elif name == "q8_K" and hasattr(lib, "ggml_get_type_traits_cpu"):
         from_float = capi.ggml_get_type_traits_cpu(kind).from_float
-    if from_float:
-
-        def by_row(numbers: Any, blocks: Any, weights: Any) -> None:
-            source = ffi.from_buffer("float[]", numbers)
-            target = ffi.from_buffer(blocks, require_writable=True)
-            _runtime.invoke("ggml_from_float_t", from_float, source, target, numbers.size)
-
-        return by_row
     layout = capi.ggml_blck_size(kind), capi.ggml_type_size(kind)
+
+    def by_row(numbers: Any, blocks: Any, count: int, weights: Any) -> None:
+        _runtime.invoke("ggml_from_float_t", from_float, numbers, blocks, count * n)
+
+    def by_block(numbers: Any, blocks: Any, count: int, weights: Any) -> None:
+        lib.ggml_cffi_quantize_q8_0(numbers, blocks, count * n)
+
+    def by_chunk(numbers: Any, blocks: Any, count: int, weights: Any) -> None:
+        # capi's would look at the sizes each time
+        _runtime.call("ggml_quantize_chunk", kind, numbers, blocks, 0, count, n, weights)
+
+    if from_float:
+        return by_row
     if name == "q8_0" and layout == (32, 34):  # not another release's
-
-        def by_block(numbers: Any, blocks: Any, weights: Any) -> None:
-            source = ffi.from_buffer("float[]", numbers)
-            target = ffi.from_buffer(blocks, require_writable=True)
-            lib.ggml_cffi_quantize_q8_0(source, target, numbers.size)
-
         return by_block
     if n:  # refuses types that ggml cannot quantise to
         weights = np.ones(n, np.float32) if capi.ggml_quantize_requires_imatrix(kind) else None
         row = np.empty(_row_bytes(kind, n), np.uint8)
         capi.ggml_quantize_chunk(kind, np.zeros(n, np.float32), row, 0, 0, n, weights)
-
-    def by_chunk(numbers: Any, blocks: Any, weights: Any) -> None:
-        source = ffi.from_buffer("float[]", numbers)
-        target = ffi.from_buffer(blocks, require_writable=True)
-        importance = ffi.NULL if weights is None else ffi.from_buffer("float[]", weights)
-        given = (kind, source, target, 0, len(numbers), n, importance)
-        _runtime.call("ggml_quantize_chunk", *given)  # capi's would look at the sizes each time
-
     return by_chunk
 
 
