@@ -218,7 +218,8 @@ template <class Source, class Look> bool indices(ggml_cgraph * graph, Source sou
     index_use last{};
     for (const index_use & use : uses) {
         const ggml_tensor * root = root_of(use.ids);
-        if ((use.ids == last.ids && use.limit == last.limit) || root->op != GGML_OP_NONE || written.count(root)) {
+        const bool looked = use.ids == last.ids && use.limit == last.limit && use.rows == last.rows;
+        if (looked || root->op != GGML_OP_NONE || written.count(root)) {
             continue;
         }
         last = use;

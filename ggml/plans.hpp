@@ -163,10 +163,13 @@ class survey {
         }
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
-            print.structure = mixed(print.structure, (uint64_t) add(node) << 32 | (uint32_t) node->op);
+            // before the call: add() changes it, and arguments are evaluated in any order
+            const uint64_t number = add(node);
+            print.structure = mixed(print.structure, number << 32 | (uint32_t) node->op);
             for (uint64_t j = 0; j < GGML_MAX_SRC; ++j) {
                 if (const ggml_tensor * src = node->src[j]) {
-                    print.structure = mixed(print.structure, j << 33 | (uint64_t) same_layout(node, src) << 32 | add(src));
+                    const uint64_t operand = j << 33 | (uint64_t) same_layout(node, src) << 32 | add(src);
+                    print.structure = mixed(print.structure, operand);
                 }
             }
         }

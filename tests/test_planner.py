@@ -33,7 +33,10 @@ split, segments = SplitState.split, SplitState.segments
 class Case:
     """A graph with weights that are cut over CPU devices, and its numbers on one of them."""
 
-    def __init__(self, n_devs: int = 2, **weights: tuple[Any, SplitState]) -> None:
+    def __init__(
+        self, n_devs: int = 2, dtype: str | None = None, **weights: tuple[Any, SplitState]
+    ) -> None:
+        self.dtype = dtype
         self.states = {name: state for name, (_, state) in weights.items()}
         self.arrays = {
             name: self._array(shape, i) for i, (name, (shape, _)) in enumerate(weights.items())
@@ -47,7 +50,9 @@ class Case:
         return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
     def graph(self, context: Context, target: Any, build: Callable[..., Any]) -> Graph:
-        tensors = {name: context.from_numpy(a, name) for name, a in self.arrays.items()}
+        tensors = {
+            name: context.from_numpy(a, name, dtype=self.dtype) for name, a in self.arrays.items()
+        }
         context.allocate(target)
         made = build(**tensors)
         return Graph(list(made) if isinstance(made, tuple) else [made])
@@ -268,6 +273,30 @@ def test_heads_that_are_multiplied_by_mul_mat() -> None:
 def test_a_view_that_narrows_what_is_cut() -> None:
     case = Case(w=((6, 8), split(0, [4, 4])))
     case.refused(lambda w: ops.sqr(ops.view_2d(w, 4, 6, w.strides[0], 0)), "other elements")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_a_view_at_an_offset_within_what_is_cut(dtype: str) -> None:
+    """By ggml's rule the extent of a row of blocks has the bytes of a block for each number."""
+
+    def half_of_each_row(w: Tensor) -> Tensor:
+        rows = ops.reshape_3d(w, 128, 2, 4)
+        *_, nb1, nb2 = list(rows.handle.nb)[:3]
+        return ops.cast(ops.view_3d(rows, 64, 2, 4, nb1, nb2, nb1 // 2), "f32")
+
+    def rows_of_each_part(w: Tensor) -> Tensor:
+        parts = ops.reshape_3d(w, 64, 64, 4)
+        row = w.handle.nb[1]
+        return ops.cast(ops.view_3d(parts, 64, 16, 4, row, 64 * row, 20 * row), "f32")
+
+    along = Case(w=((4, 256), split(0, [128, 128])), dtype=dtype)
+    across = Case(w=((256, 64), split(1, [128, 128])), dtype=dtype)
+    if dtype == "f32":
+        along.check(half_of_each_row)
+        across.refused(rows_of_each_part, "over other elements")
+    else:
+        along.refused(half_of_each_row, "over other elements")
+        across.check(rows_of_each_part)
 
 
 FUSED = {"x": ((3, 8), WHOLE), "w": ((12, 8), split(1, [8, 4]))}

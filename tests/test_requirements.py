@@ -574,6 +574,27 @@ def test_every_way_to_compute_refuses(bench: Bench, cpu: Any) -> None:
         capi.ggml_graph_compute(graph, plan)
 
 
+def test_each_use_of_a_table_of_indices_is_looked_at(bench: Bench) -> None:
+    """Of two that follow one another and use other rows of it, too."""
+    table = bench(2, 8, type=I32, data=[0] * 10 + [4, 0] + [3, 2, 1, 0])
+    experts = bench(5, 3, 4)
+
+    def product(row: int) -> Any:
+        ids = capi.ggml_get_rows(bench.ctx, table, bench(1, type=I32, data=[row]))
+        return capi.ggml_mul_mat_id(bench.ctx, experts, bench(5, 1, 1), ids)
+
+    def run(*rows: int) -> Numbers:
+        result = capi.ggml_add(bench.ctx, *map(product, rows))
+        for leaf, _ in bench.tensors:
+            capi.ggml_set_output(leaf)  # its memory is no other's
+        return bench.run(result)
+
+    for rows in ((5, 0), (0, 5)):
+        with pytest.raises(IndexError, match=r"index 4 .*, of MUL_MAT_ID .*, is not in 0 \.\.\. 3"):
+            run(*rows)
+    assert run(6, 7).shape == (1, 2, 3)
+
+
 def scheduler(arena: Arena, *backends: Any) -> Any:
     made = capi.ggml_backend_sched_new(list(backends), None, 64, False, True)
     arena.callback(capi.ggml_backend_sched_free, made)

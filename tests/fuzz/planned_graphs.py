@@ -366,6 +366,26 @@ def _sinks(b: PlannedBuilder, q: Drawn) -> tuple[Drawn, ...]:
 
 
 @part
+def part_of_a_weight(b: PlannedBuilder) -> Drawn:
+    """A view of a weight, or of one that is reshaped, at any place where its type can begin."""
+    kind = b.one_of(WEIGHTS)
+    block, size = capi.ggml_blck_size(kind), capi.ggml_type_size(kind)
+    n, rows = block * b.one_of((4, 2, 8)) if block > 1 else b.one_of((64, 16)), b.one_of((8, 4, 6))
+    place = b.one_of((MIRRORED, b.cut(0, n, block), b.cut(1, rows), b.cut(0, n, block)))
+    w = b.weight(kind, (n, rows), place)
+    if b.choose(2):
+        shape = (n // 2, 2, rows) if n % (2 * block) == 0 and b.choose(2) else (n, 2, rows // 2)
+        w = b.made("ggml_reshape_3d", w, *shape)
+    cells = w.ne[0] // block
+    width, outer = 1 + b.choose(cells), 1 + b.choose(w.ne[1])
+    offset = b.choose(cells - width + 1) * size + b.choose(w.ne[1] - outer + 1) * w.nb[1]
+    view = b.made(
+        "ggml_view_3d", w, width * block, outer, w.ne[2], w.nb[1], w.nb[2], offset
+    )  # fmt: skip
+    return b.made("ggml_cast", view, F32)
+
+
+@part
 def attention(b: PlannedBuilder) -> Drawn:
     x, d = _hidden(b), b.one_of((8, 32, 16))
     group, kv = b.one_of((1, 2)), b.one_of((4, 2, 3, 1))

@@ -165,7 +165,8 @@ def _in_blocks(layout: Layout, unit: int) -> Layout:
 
 
 def _memory(node: Node) -> Memory:
-    return Memory((node.ne[0] // node.block_size, *node.ne[1:]), node.nb, node.offset)
+    ne = (node.ne[0] // node.block_size, *node.ne[1:])
+    return Memory(ne, node.nb, node.offset, node.block_size)
 
 
 def _refused(splits: Splits, i: int, why: str) -> str:

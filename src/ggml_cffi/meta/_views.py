@@ -18,6 +18,7 @@ class Memory(NamedTuple):
     ne: Sequence[int]
     nb: Sequence[int]
     offset: int = 0
+    block_size: int = 1
 
 
 def held_by_view(
@@ -49,13 +50,17 @@ def held_by_view(
 
 
 def _local(view: Memory, axis: int, share: int, root: Memory, root_axis: int) -> Memory:
-    """A device's part of a view, by ggml's rule: larger strides and the offset are scaled."""
+    """A device's part of a view, by ggml's rule: larger strides and the offset are scaled.
+
+    The rule has the extent of an axis in bytes as a stride for each number, also of blocks.
+    """
     length, below = view.ne[axis], view.nb[axis]
     ne = [share if i == axis else n for i, n in enumerate(view.ne)]
     nb = [stride * share // length if stride > below else stride for stride in view.nb]
     inside = root_axis < MAX_DIMS and view.offset <= root.nb[root_axis]
-    for n, stride in zip(view.ne, view.nb, strict=True):
-        inside |= view.offset <= n * stride < below
+    for i, (n, stride) in enumerate(zip(view.ne, view.nb, strict=True)):
+        numbers = n * view.block_size if i == 0 else n
+        inside |= view.offset <= numbers * stride < below
     return Memory(ne, nb, view.offset if inside else view.offset * share // length)
 
 
