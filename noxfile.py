@@ -389,8 +389,13 @@ def backends(session: nox.Session) -> None:
 
 @nox.session(python=CORE)
 def core(session: nox.Session) -> None:
-    """The tests that are worth running on every Python, in its development mode."""
-    install(session, "test", "pytest-xdist")
+    """The tests that are worth running on every Python, in its development mode.
+
+    On the newest the extension is clang's, where there is one: what C++ leaves open it does
+    otherwise.
+    """
+    clang = {"CXX": "clang++"} if session.python == CORE[-1] and shutil.which("clang++") else {}
+    install(session, "test", "pytest-xdist", variant="clang" if clang else "plain", **clang)
     # random graphs are those of ggml, whatever the Python; benchmarks are of Python without checks
     outside = ("codegen", "fuzz", "test_benchmarks.py")
     quick = ("-m", "not packaging and not slow", *(f"--ignore=tests/{name}" for name in outside))
