@@ -11,7 +11,7 @@ from _release import needs_meta
 
 from ggml_cffi import Context, Graph, MetaDevice, SplitError, SplitState, ops
 from ggml_cffi.meta import compare, policies
-from ggml_cffi.meta._compare import _difference
+from ggml_cffi.meta._compare import Difference, _difference
 
 pytestmark = needs_meta
 
@@ -113,13 +113,18 @@ def test_results_without_a_name_are_shown_by_what_they_are_made_of() -> None:
 
 
 def test_results_whose_operands_have_no_name_either() -> None:
+    """They are told by what these are made from, if that is not too far away."""
     with MetaDevice(["CPU", "CPU"], policies.mirror()) as device, Context() as ctx:
-        x = ctx.input((3, 4), name="x")
-        graph = Graph(ops.sqr(ops.sqr(ops.sqr(x))))
-        compared, planned = compare(graph, device).nodes[-1], device.plan(graph).tensors[-1]
-        assert compared.label == planned.label == "SQR"
-        for line in (str(compared), str(device.plan(graph)).splitlines()[3]):
-            assert line.startswith("SQR ") and line.count("SQR") == 1
+        far = [ctx.input((3, 4), name="x") * ctx.input((3, 4), name="y")]
+        for _ in range(10):
+            far.append(ops.sqr(far[-1]))
+        graph = Graph(far[-1])
+        compared, planned = compare(graph, device), device.plan(graph)
+    lines = str(planned).splitlines()[2:]  # behind the inputs
+    for number, label in ((2, "SQR from 'x', 'y'"), (8, "SQR from 'x', 'y'"), (10, "SQR")):
+        assert compared.nodes[number].label == planned.tensors[number + 2].label == label
+        for line in (str(compared.nodes[number]), lines[number]):
+            assert line.startswith(f"SQR            {label[4:]} ") and line.count("SQR") == 1
 
 
 def test_there_is_nothing_to_compare() -> None:
@@ -155,14 +160,81 @@ def test_the_first_that_differs_is_named() -> None:
 def test_what_is_nan_in_one_alone_differs() -> None:
     with Context() as ctx:
         tensor = ctx.tensor(3, name="t").handle
+
+        def apart(split: Any, reference: Any) -> Difference:
+            return _difference(tensor, split, reference, reference)
+
         one, nan = np.float32([1, 2, 3]), np.float32([1, np.nan, 3])
-        assert _difference(tensor, one, one).agrees
-        assert _difference(tensor, nan, nan).agrees
-        assert not _difference(tensor, nan, one).agrees
-        assert math.isnan(_difference(tensor, one, nan).absolute)
+        assert apart(one, one).agrees
+        assert apart(nan, nan).agrees
+        assert not apart(nan, one).agrees
+        assert math.isnan(apart(one, nan).absolute)
         infinite = np.float32([1, -np.inf, 3])
-        assert _difference(tensor, infinite, infinite).agrees
-        assert not _difference(tensor, infinite, one).agrees
+        assert apart(infinite, infinite).agrees
+        assert not apart(infinite, one).agrees
+
+
+def test_what_a_difference_is_relative_to() -> None:
+    """The largest number of the reference, also where that is much the smaller of the two."""
+    with Context() as ctx:
+        tensor = ctx.tensor(3, name="t").handle
+        large, small, none = np.float32([0, 100, 0]), np.float32([1, 1, 1]), np.float32([0, 0, 0])
+        found = _difference(tensor, large, small, none)
+        assert (found.absolute, found.relative, found.own) == (99, 99, math.inf)
+        assert _difference(tensor, none, none, none).own == 0
+
+
+DEEP = policies.Rules(
+    [policies.Rule(r"up\d", policies.Column("h")), policies.Rule(r"down\d", policies.Row("h"))],
+    [3, 1],
+    {"h": policies.Group(512, 256)},
+)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q4_0", "q4_K"])
+def test_roundings_that_add_up_are_no_difference_of_their_own(dtype: str) -> None:
+    """Activations are rounded to the type that a weight is multiplied in, of a few bits."""
+    with MetaDevice(["CPU"] * 2, DEEP) as device, Context() as ctx:
+        shapes = {"up": (512, 256), "down": (256, 512)}
+        w = {
+            f"{name}{i}": ctx.from_numpy(numbers(*shape, seed=i) / 16, f"{name}{i}", dtype=dtype)
+            for i in range(8)
+            for name, shape in shapes.items()
+        }
+        ctx.allocate(device)
+        y = ctx.input((32, 256), name="x")
+        for i in range(8):
+            hidden = ops.silu(ops.mul_mat(w[f"up{i}"], ops.rms_norm(y, 1e-6)))
+            y = y + ops.mul_mat(w[f"down{i}"], hidden)
+        found = compare(Graph(y), device)
+    assert found.agrees
+    assert max(one.own for one in found.nodes) < 1e-5
+    assert max(one.relative for one in found.nodes) > 1e-4
+
+
+def test_inputs_of_one_shape_have_numbers_of_their_own() -> None:
+    seen = []
+
+    def both(out: Any, a: Any, b: Any) -> None:
+        seen.append((a.copy(), b.copy()))
+        out[...] = a - b
+
+    with MetaDevice(["CPU"], policies.mirror()) as device, Context() as ctx:
+        a, b = ctx.input((3, 4), name="a"), ctx.input((3, 4), name="b")
+        graph = Graph(ops.custom(both, a, b, n_tasks=1))
+        assert compare(graph, device).agrees
+        assert compare(graph, device, seed=1).agrees
+    assert len(seen) == 6 and all(np.abs(a - b).max() > 0.1 for a, b in seen)
+    (first, _), (again, _), (other, _) = seen[0], seen[2], seen[3]
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+
+
+def test_one_device_is_compared_with() -> None:
+    with MetaDevice(["CPU"], policies.mirror()) as device, Context() as ctx:
+        graph = Graph(ctx.input(3, name="x") + 1)
+        with pytest.raises(ValueError, match="expected a single device"):
+            compare(graph, device, device)
 
 
 def test_a_partial_weight_cannot_be_read_back() -> None:

@@ -20,10 +20,11 @@ import pytest
 from _compute import Arena, check_product
 from _proxy import Proxy, Speaker
 
-from ggml_cffi import MetaDevice, SplitState, capi, diagnostics, ops, rpc
+from ggml_cffi import MetaDevice, SplitState, capi, diagnostics, meta, ops, rpc
 from ggml_cffi.context import Context
 from ggml_cffi.errors import AbortError, GGMLError, NotSupportedError, RPCError
 from ggml_cffi.graph import Graph
+from ggml_cffi.meta import policies
 
 needs_rpc = pytest.mark.rpc
 PATIENCE = 4.0  # seconds that an answer may take
@@ -107,6 +108,21 @@ def test_a_meta_device_over_workers(n: int) -> None:
         finally:
             capi.ggml_backend_free(backend)
         gc.collect()
+
+
+@needs_rpc
+def test_a_state_is_compared_and_stays_as_it_is(workers: rpc.LocalWorkers) -> None:
+    """Written by what depends on it, once for each run: all runs begin with the same."""
+    with MetaDevice(list(workers), policies.mirror()) as device, Context() as ctx:
+        before = np.arange(64, dtype=np.float32).reshape(1, 64)
+        state = ctx.from_numpy(before, name="state")
+        ctx.allocate(device)
+        x = ctx.input((1, 64), name="x")
+        half = state * 0.5
+        new = ops.cpy(half + x, state)
+        found = meta.compare(Graph([new, half]), device)
+        assert found.agrees and max(one.relative for one in found.nodes) == 0
+        np.testing.assert_array_equal(state.numpy(), before)
 
 
 @needs_rpc

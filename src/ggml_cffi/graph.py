@@ -192,7 +192,7 @@ class _Memory(Protocol):
     def free(self) -> None: ...
 
 
-class _OnBackend:
+class OnBackend:
     """Memory of a graph allocator, for one graph and for good."""
 
     def __init__(self, backend: Backend, own: bool) -> None:
@@ -227,7 +227,7 @@ class _OnBackend:
                 self.backend.close()
 
 
-class _OnMeta(_OnBackend):
+class _OnMeta(OnBackend):
     """The same on a meta device.
 
     What ggml knows of views of weights lies with the weights, and is lost when other graphs are
@@ -365,14 +365,14 @@ class Compiled(Owned[_Store]):
         if isinstance(target, Scheduler):
             store.memory = OnScheduler(target, len(self._tensors) + 2, self._pinned(assign))
         elif isinstance(target, Backend) and not isinstance(where, MetaDevice):
-            store.memory = _OnBackend(target, own=False)
+            store.memory = OnBackend(target, own=False)
         else:
             assert isinstance(where, Device)
             backend = Backend(where, n_threads)
             if isinstance(where, MetaDevice):
                 store.memory = _OnMeta(backend, where)
             else:
-                store.memory = _OnBackend(backend, own=True)
+                store.memory = OnBackend(backend, own=True)
         self._memory = store.memory
         self._memory.turn.take(self._allocate)
 

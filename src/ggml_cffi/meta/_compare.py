@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ from ._split import SplitState
 
 if TYPE_CHECKING:
     from ..context import Context
-    from ..graph import Graph
+    from ..graph import Compiled, Graph
     from ..tensor import Tensor
     from .device import MetaDevice
 
-#: How far results of a type may be apart, relative to the largest number of either: devices add up
-#: in another order, which costs some roundings of the type that the sums are kept in.
+#: How far results of a type may be apart, relative to the largest number of the reference's:
+#: devices add up in another order, which costs some roundings of the type that sums are kept in.
 TOLERANCES = {"f32": 1e-4, "f16": 4e-3, "bf16": 3e-2}
 _QUANTIZED = 1e-1
 
@@ -41,8 +41,11 @@ _QUANTIZED = 1e-1
 class Difference:
     """How far the two results of an operation are apart.
 
-    ``relative`` is the largest difference by the largest number of the reference; both are NaN
-    where one has NaN, or an infinity, that the other has not.
+    ``relative`` is the largest difference by the largest number of the reference (infinite where
+    that has zeros alone); both are NaN where one has NaN, or an infinity, that the other has not.
+    Roundings add up from one result to the next, and more so where activations are rounded to a
+    type of few bits, as products with quantised weights do: ``own`` is what `relative` is if the
+    reference computes this one result from the operands that the meta device has.
     """
 
     name: str
@@ -50,17 +53,18 @@ class Difference:
     shape: tuple[int, ...]
     absolute: float
     relative: float
+    own: float
     tolerance: float
     label: str = ""
     """The name; without one what it is made of, as in ``MUL_MAT of 'w', 'x'``."""
 
     @property
     def agrees(self) -> bool:
-        """Whether it is within the tolerance of the type; it is not where one alone is NaN."""
-        return self.relative <= self.tolerance
+        """Whether `own` is within the tolerance of the type; it is not where one alone is NaN."""
+        return self.own <= self.tolerance
 
     def __str__(self) -> str:
-        words = "" if self.agrees else "  differs"
+        words = "" if self.agrees else f"  differs by {self.own:.3g} of its own"
         told = beside(self.op, self.name, self.label)
         return f"{self.op:<14} {told:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
 
@@ -73,12 +77,12 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first result that differs by more than its type's tolerance."""
+        """The first result that differs, of its own, by more than its type's tolerance."""
         return next((one for one in self.nodes if not one.agrees), None)
 
     @property
     def agrees(self) -> bool:
-        """Whether no result differs by more than its type's tolerance."""
+        """Whether no result differs, of its own, by more than its type's tolerance."""
         return self.first is None
 
     def __str__(self) -> str:
@@ -96,9 +100,12 @@ def compare(
 ) -> Comparison:
     """Compute a graph on a meta device and on one device, and compare all results.
 
-    The weights are read from the meta device. `inputs` are as in a run of the compiled graph; what
-    is missing is random by `seed`: normal floats, and integers that are good indices and
-    positions. It takes the memory of all results on each device at once.
+    The weights are read from the meta device; what the graph writes into them is taken back there.
+    `inputs` are as in a run of the compiled graph; what is missing is random by `seed`: normal
+    floats, and integers that are good indices and positions. It takes the memory of all results on
+    each device at once. The reference computes the graph as a whole, and then each result once more
+    from the operands that the meta device has: an operation of a Python function is called three
+    times.
 
     `progress(done, total)` is called in bytes of the weights that have been read. Without it a bar
     on stderr shows that with tqdm if it is installed, stderr is a terminal and it takes over a
@@ -114,6 +121,8 @@ def compare(
     one = find_device(reference) if isinstance(reference, str) else reference
     if not isinstance(one, Device):
         raise TypeError(f"reference is {reference!r}, expected a Device or a name")
+    if isinstance(one, MetaDevice):
+        raise ValueError(f"reference is {reference!r}, expected a single device")
     if not isinstance(graph, Graph):
         raise TypeError(f"graph is {graph!r} ({type(graph).__name__}), expected a Graph")
     if not isinstance(meta, MetaDevice):
@@ -122,39 +131,93 @@ def compare(
         tensors = graph.tensors
         order = [tensor.handle for tensor in tensors]
         chosen = [i for i, tensor in enumerate(order) if _is_result(tensor)]
-        given = dict(inputs or {})
-        if strange := given.keys() - {tensor.name for tensor in graph.inputs}:
-            raise TypeError(f"unknown inputs: {', '.join(map(repr, sorted(strange)))}")
-        for tensor in graph.inputs:
-            if tensor.name not in given:
-                given[tensor.name] = _random(tensor, order, np.random.default_rng(seed))
+        everything = _given(graph, order, inputs or {}, np.random.default_rng(seed))
         if not chosen:
             return Comparison(())
-        everything = Graph({str(i): tensors[i] for i in chosen})
-        with everything.compile(meta) as compiled:
-            split = compiled.run(**_of(compiled.inputs, given))
-        again, copies = _on(one, meta, order, context, progress)
-        for old, new in zip(tensors, copies, strict=True):
-            constant = graph._constant(old)
-            if constant is not None:
-                context._pending[address(new)] = constant
+        written = {address(order[i].view_src) for i in chosen if order[i].view_src}
+        again, copies, before = _on(one, meta, order, context, written, progress)
+
+        def begin(of: Sequence[types.ggml_tensor]) -> None:
+            for i, data in before.items():
+                capi.ggml_backend_tensor_set(of[i], data, 0)
+
         try:
-            homes = {str(i): _at_home(copies[i], context) for i in chosen}
-            with Graph(homes).compile(one) as compiled:
-                whole = compiled.run(**_of(compiled.inputs, given))
+            try:
+                with Graph({str(i): tensors[i] for i in chosen}).compile(meta) as compiled:
+                    given = {name: everything[name] for name in compiled.inputs}
+                    split = compiled.run(**given)
+            finally:
+                begin(order)
+            for old, new in zip(tensors, copies, strict=True):
+                constant = graph._constant(old)
+                if constant is not None:
+                    context._pending[address(new)] = constant
+            on_one = Graph({str(i): _at_home(copies[i], context) for i in chosen})
+            with on_one.compile(one, keep=given) as compiled:
+                whole = compiled.run(**given)
+                begin(copies)
+                compiled._write(given)
+                own = compiled._memory.turn.take(lambda: _one_by_one(compiled, split, whole))
         finally:
             capi.ggml_free(again)
+        runs = [(split[name], whole[name], own[name]) for name in map(str, chosen)]
         nodes = nodes_of(order)
         return Comparison(
             tuple(
-                _difference(order[i], split[str(i)], whole[str(i)], label(nodes, i)) for i in chosen
+                _difference(order[i], *run, label(nodes, i))
+                for i, run in zip(chosen, runs, strict=True)
             )
         )
 
 
-def _of(names: Iterable[str], given: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
-    """What no result needs is no input of all of them."""
-    return {name: value for name, value in given.items() if name in set(names)}
+def _given(
+    graph: Graph,
+    order: Sequence[types.ggml_tensor],
+    inputs: Mapping[str, npt.ArrayLike],
+    rng: np.random.Generator,
+) -> dict[str, npt.ArrayLike]:
+    """Numbers for all inputs: what is given, and random ones."""
+    if strange := inputs.keys() - {tensor.name for tensor in graph.inputs}:
+        raise TypeError(f"unknown inputs: {', '.join(map(repr, sorted(strange)))}")
+    found = dict(inputs)
+    for tensor in graph.inputs:
+        if tensor.name not in found:
+            found[tensor.name] = _random(tensor, order, rng)
+    return found
+
+
+def _one_by_one(
+    compiled: Compiled,
+    split: Mapping[str, npt.NDArray[Any]],
+    whole: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, npt.NDArray[Any]]:
+    """All results of a compiled graph, each from operands as `split` has them.
+
+    What is written into a result cannot be taken out of it again once it has been read: such a one
+    is as in `whole`, where it was read at the same time.
+    """
+    from ..graph import OnBackend
+
+    memory = compiled._memory
+    assert isinstance(memory, OnBackend)
+    results = compiled._outputs
+    over = {address(one.handle.view_src) for one in results.values() if one.handle.view_src}
+    found = {}
+    spare = capi.ggml_init(mem_size=capi.ggml_graph_overhead_custom(1, False), no_alloc=True)
+    try:
+        graph = capi.ggml_new_graph_custom(spare, 1, False)
+        for name, tensor in results.items():
+            capi.ggml_graph_clear(graph)
+            capi.ggml_graph_add_node(graph, tensor.handle)
+            capi.ggml_backend_graph_compute(memory.backend.handle, graph)
+            if address(tensor.handle) in over:
+                found[name] = whole[name]
+            else:
+                found[name] = np.array(tensor.numpy())
+                tensor.set(split[name])
+    finally:
+        capi.ggml_free(spare)
+    return found
 
 
 def _is_result(tensor: types.ggml_tensor) -> bool:
@@ -173,25 +236,36 @@ def _on(
     meta: MetaDevice,
     order: Sequence[types.ggml_tensor],
     context: Context,
+    written: Set[int],
     progress: Progress,
-) -> tuple[types.ggml_context, list[types.ggml_tensor]]:
-    """Copies of tensors of a meta device, on another; the context of the copies is to free."""
+) -> tuple[types.ggml_context, list[types.ggml_tensor], dict[int, npt.NDArray[np.uint8]]]:
+    """Copies of tensors of a meta device, on another; the context of the copies is to free.
+
+    And the bytes of those weights that are `written` into, by their numbers.
+    """
     weights: dict[int, Any] = {}
+    before: dict[int, npt.NDArray[np.uint8]] = {}
     for one in order:
         if one.buffer and not one.view_src:
             made = context.tensor(tuple(reversed(list(one.ne))), ggml_type(one.type))
             weights[address(one)] = made.handle
     context.allocate(device)
-    read = [one for one in order if address(one) in weights and not capi.ggml_is_empty(one)]
-    total, done = sum(map(capi.ggml_nbytes, read)), 0
+    read = {
+        i: one
+        for i, one in enumerate(order)
+        if address(one) in weights and not capi.ggml_is_empty(one)
+    }
+    total, done = sum(map(capi.ggml_nbytes, read.values())), 0
     with telling(total, progress) as tell:
-        for one in read:
+        for i, one in read.items():
             data = np.empty(capi.ggml_nbytes(one), np.uint8)
             if split_function(meta.handle).frozen(address(one)) == SplitState.partial():
                 name = capi.ggml_get_name(one)
                 raise SplitError(f"{name!r} is PARTIAL: ggml cannot read it back, to compare")
             capi.ggml_backend_tensor_get(one, data, 0)
             capi.ggml_backend_tensor_set(weights[address(one)], data, 0)
+            if address(one) in written:
+                before[i] = data
             done += data.size
             tell(done, total)
     again, copies = copy(order)
@@ -205,7 +279,7 @@ def _on(
         if new.view_src and address(new.view_src) in weights:
             new.view_src = weights[address(new.view_src)]
             new.data = ffi.cast("char *", new.view_src.data) + new.view_offs
-    return again, copies
+    return again, copies, before
 
 
 def _random(
@@ -243,19 +317,30 @@ def _difference(
     tensor: types.ggml_tensor,
     split: npt.NDArray[Any],
     whole: npt.NDArray[Any],
+    own: npt.NDArray[Any],
     told: str = "",
 ) -> Difference:
     name, kind = capi.ggml_get_name(tensor), ggml_type(tensor.type)
     short = kind.name.removeprefix("GGML_TYPE_").lower()
     exact = split.dtype.kind in "iu"
-    a, b = split.astype(np.float64), whole.astype(np.float64)
+    return Difference(
+        name,
+        op_name(tensor),
+        split.shape,
+        *_apart(split, whole),
+        _apart(split, own)[1],
+        0.0 if exact else TOLERANCES.get(short, _QUANTIZED),
+        told,
+    )
+
+
+def _apart(split: npt.NDArray[Any], reference: npt.NDArray[Any]) -> tuple[float, float]:
+    """The largest difference, and what it is by the largest number of the reference."""
+    a, b = split.astype(np.float64), reference.astype(np.float64)
     with np.errstate(invalid="ignore"):
         apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-        apart = np.where(np.isfinite(apart), apart, np.nan)
-    finite = np.abs(b[np.isfinite(b)])
-    largest = float(finite.max(initial=0.0))
+    if not np.isfinite(apart).all():
+        return np.nan, np.nan
+    largest = np.abs(b[np.isfinite(b)]).max(initial=0.0)
     absolute = float(apart.max(initial=0.0))
-    relative = absolute / largest if largest else (0.0 if absolute == 0 else np.nan)
-    tolerance = 0.0 if exact else TOLERANCES.get(short, _QUANTIZED)
-    op = op_name(tensor)
-    return Difference(name, op, split.shape, absolute, float(relative), tolerance, told)
+    return absolute, float(absolute / largest) if largest else (np.inf if absolute else 0.0)

@@ -190,13 +190,32 @@ def named(node: Node) -> str:
 
 
 def label(nodes: Sequence[Node], i: int) -> str:
-    """The name of a tensor, or what it is made of, as in ``MUL_MAT of 'w', 'x'``."""
+    """The name of a tensor, or what it is made of, as in ``MUL_MAT of 'w', 'x'``.
+
+    Where its operands have no names either, what these are made from: ``GLU from 'gate', 'up'``.
+    """
     node = nodes[i]
     if node.name:
         return node.name
-    operands = [nodes[one].name for one in node.operands if one is not None]
-    made_of = ", ".join(repr(name) for name in operands if name)
-    return f"{node.op} of {made_of}" if made_of else named(node)
+    operands = [one for one in node.operands if one is not None]
+    if made_of := _names(nodes, operands):
+        return f"{node.op} of {made_of}"
+    seen: set[int] = set()
+    for _ in range(_FAR):
+        seen.update(operands)
+        before = (one for i in operands for one in nodes[i].operands)
+        operands = list(dict.fromkeys(one for one in before if one is not None and one not in seen))
+        if made_from := _names(nodes, operands):
+            return f"{node.op} from {made_from}"
+    return named(node)
+
+
+#: How many operations before an unnamed one those are looked for that have a name.
+_FAR = 8
+
+
+def _names(nodes: Sequence[Node], of: Sequence[int]) -> str:
+    return ", ".join(repr(nodes[i].name) for i in of if nodes[i].name)
 
 
 def beside(op: str, name: str, label: str) -> str:
