@@ -97,6 +97,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda path: path.stem)
+def test_links_to_sections_name_some(page: Path) -> None:
+    for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text("utf-8")):
+        text = (page.parent / target if target else page).read_text("utf-8")
+        titles = re.findall(r"^#+ (.+)$", re.sub(BLOCK, "", text), re.M)
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert section in anchors, f"{target}#{section}"
+
+
+def test_the_sources_named_are_those_of_the_default_ggml() -> None:
+    pin = (ROOT / "ggml" / "pin.toml").read_text("utf-8")
+    (version,) = re.findall(r'^version = "(.+)"$', pin, re.M)
+    named = set(re.findall(r"libggml[_-]python(?:==|-)(\d+(?:\.\w*\d)+)", README))
+    assert named == {version}
+
+
 def test_all_that_is_public_is_in_the_table() -> None:
     import ggml_cffi
 
