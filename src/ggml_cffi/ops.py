@@ -1,6 +1,8 @@
 """The operations of ggml on tensors: all that the C API builds, and some that NumPy's users know.
 
-Names are ggml's without the prefix; so are shapes in their docstrings: the innermost axis first.
+Names are ggml's without the prefix. Shapes in their docstrings are ggml's too, and so are the axes
+and lengths that they take: the innermost axis first. The constants that docstrings name, such as
+GGML_ROPE_TYPE_NEOX, are in `capi`.
 """
 
 from __future__ import annotations
