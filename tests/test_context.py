@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from _release import needs_meta
 
-from ggml_cffi import MetaDevice, SplitState, capi, device, diagnostics, ops
+from ggml_cffi import MetaDevice, SplitState, capi, device, diagnostics, ops, quants
 from ggml_cffi.context import Context, place
 from ggml_cffi.errors import SplitError
 from ggml_cffi.graph import Graph
@@ -140,6 +140,35 @@ def test_memory_that_cannot_be_had(ctx: Context, where: str, n_between: int) -> 
             small.numpy()
         made = Graph(small * 2).compile(target)  # as what it was before: a constant
         np.testing.assert_array_equal(made(), np.full(4, 2))
+
+
+@pytest.mark.parametrize("where", ["CPU", pytest.param("meta", marks=needs_meta)])
+def test_numbers_that_cannot_be_written(ctx: Context, where: str) -> None:
+    """All is as it was: with other numbers in their place it can be done again."""
+    target = meta() if where == "meta" else device("CPU")
+    good = ctx.from_numpy(np.arange(4, dtype=np.float32), name="good")
+    numbers = np.full((64, 256), np.nan, np.float32)
+    bad = ctx.from_numpy(numbers, name="bad", dtype="q4_K")
+    later = ctx.from_numpy(np.ones(4, np.float32), name="later")
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("no such numbers")
+
+    before = diagnostics.live_handles()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quants, "quantize", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no such numbers"):
+                ctx.allocate(target)
+            for one in (good, bad, later):
+                assert not one.has_memory and not one.handle.buffer and not one.handle.data
+    assert diagnostics.live_handles() == before
+    numbers[:] = 1
+    assert ctx.allocate(target) > 0
+    np.testing.assert_array_equal(good.numpy(), np.arange(4))
+    np.testing.assert_array_equal(later.numpy(), np.ones(4))
+    np.testing.assert_allclose(bad.numpy(), numbers, rtol=1e-3)
 
 
 @needs_meta

@@ -231,6 +231,26 @@ def test_an_input_as_output(ctx: Context) -> None:
 # ---- inputs
 
 
+@needs_meta
+def test_on_a_backend_of_a_meta_device_it_has_as_many_threads(ctx: Context) -> None:
+    """As the Backend, instead of which it runs on one of its own: ggml has one for one graph."""
+    seen: list[tuple[int, int]] = []
+
+    def shares(result: Any, a: Any, *, task: int, n_tasks: int) -> None:
+        seen.append((task, n_tasks))
+
+    x = ctx.input((64, 3), name="x")
+    with MetaDevice(["CPU", "CPU"], lambda info, n: SplitState.mirrored()) as device:
+        with Backend(device, 3) as backend:
+            made = Graph(ops.custom(shares, x, n_tasks=None)).compile(backend)
+            backend.set_n_threads(1)
+            again = Graph(ops.custom(shares, x, n_tasks=None)).compile(backend)
+        for compiled, count in ((made, 3), (again, 1)):
+            compiled(x=np.ones((64, 3)))
+            assert {nth for _, nth in seen} == {count}
+            seen.clear()
+
+
 def test_every_run_needs_all_inputs(ctx: Context) -> None:
     x, y = ctx.input(3, name="x"), ctx.input(3, name="y")
     made = Graph(x - y).compile("CPU")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import gguf
@@ -250,6 +252,8 @@ def test_errors() -> None:
         quants.quantize(array, "i32")
     with pytest.raises(ValueError, match="'q9_9' is no type of ggml's; these are: f32, f16, q4_0"):
         quants.quantize(array, "q9_9")
+    with pytest.raises(TypeError, match="threads is True, expected an int"):
+        quants.quantize(array, "q4_0", threads=True)
     with pytest.raises(ValueError, match="threads is 0, expected 1 or more"):
         quants.quantize(array, "q4_0", threads=0)
     with pytest.raises(ValueError, match="rows of 17 bytes, expected a multiple of 18"):
@@ -266,6 +270,21 @@ def test_an_abort_on_a_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(quants, "_CHUNK", 256)
     with pytest.raises(AbortError, match="GGML_ASSERT"):
         quants.quantize(array, "iq3_xxs", threads=2)
+
+
+def test_what_has_failed_on_a_thread_keeps_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = numbers(64, 256)
+    array[63, 5] = np.nan
+    monkeypatch.setattr(quants, "_CHUNK", 256)
+    kept = weakref.ref(array)
+    gc.disable()
+    try:
+        with pytest.raises(AbortError):
+            quants.quantize(array, "iq3_xxs", threads=4)
+        del array
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 # ---- types by what they are called

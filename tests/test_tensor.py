@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from _release import require
 
-from ggml_cffi import MetaDevice, SplitState, capi, ffi, ops
+from ggml_cffi import MetaDevice, SplitState, capi, ffi, ops, quants
 from ggml_cffi import tensor as tensor_module
 from ggml_cffi.context import Context
 from ggml_cffi.dtypes import element_type
 from ggml_cffi.graph import Graph
-from ggml_cffi.tensor import Tensor
+from ggml_cffi.tensor import Tensor, raw_bytes
 
 DTYPES = ["f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"]
 
@@ -196,6 +196,33 @@ def test_quantised_tensors_are_copied(ctx: Context, name: str) -> None:
     np.testing.assert_array_equal(tensor[:, 256:].numpy(), got[:, 256:])
     tensor.set(np.zeros((3, 512)))
     assert not tensor.numpy().any()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q6_K"])
+def test_quantised_tensors_take_blocks_as_they_are(ctx: Context, name: str) -> None:
+    first, second = np.random.default_rng(1).standard_normal((2, 3, 512), np.float32)
+    blocks, others = quants.quantize(first, name), quants.quantize(second, name)
+    tensor = ctx.from_numpy(blocks, dtype=name)
+    assert tensor.shape == (3, 512)
+    ctx.allocate("CPU")
+    np.testing.assert_array_equal(raw_bytes(tensor), blocks.reshape(-1))
+    for given in (others, others.reshape(-1), others[:, ::-1][:, ::-1], np.asfortranarray(others)):
+        tensor.set(blocks)
+        tensor.set(given)
+        np.testing.assert_array_equal(raw_bytes(tensor), others.reshape(-1))
+    tensor[1:].set(blocks[:2])
+    np.testing.assert_array_equal(raw_bytes(tensor), np.r_[others[:1], blocks[:2]].reshape(-1))
+    tensor.set(np.ones((3, 512), np.uint8))  # numbers
+    np.testing.assert_allclose(tensor.numpy(), 1, rtol=1e-2)
+    x = ctx.input((3, 512), name, name="x")
+    made = Graph(ops.cast(x, "f32")).compile("CPU")
+    np.testing.assert_array_equal(made(x=blocks), quants.dequantize(blocks, name))
+    with pytest.raises(
+        ValueError, match=r"shape \(3, 511\), expected \(3, 512\) of .*of its blocks"
+    ):
+        tensor.set(np.ones((3, 511), np.uint8))
+    with pytest.raises(ValueError, match=r"rows of 512 bytes, expected a multiple of .*astype"):
+        ctx.from_numpy(np.ones((3, 512), np.uint8), dtype=name)
 
 
 @pytest.mark.parametrize(

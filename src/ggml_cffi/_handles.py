@@ -307,9 +307,10 @@ class Owned(Closing, Generic[_Handle]):
         self._resource = _Resource(handle, free, keep)
         self._begin()
         self._children: weakref.WeakSet[Owned[Any]] = weakref.WeakSet()
-        for parent in keep:
-            if isinstance(parent, Owned):
-                parent._children.add(self)
+        with _lock:  # while nobody lists them
+            for parent in keep:
+                if isinstance(parent, Owned):
+                    parent._children.add(self)
 
     def _begin(self) -> None:
         """From now on the garbage collector frees it."""

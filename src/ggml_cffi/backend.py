@@ -43,7 +43,7 @@ class Backend(Owned[types.ggml_backend]):
         self.device = device
         self._lock = threading.RLock()  # a backend computes one graph at a time
         try:
-            set_n_threads(handle, count)
+            self.set_n_threads(count)
         except BaseException:
             self.close()
             raise
@@ -61,6 +61,7 @@ class Backend(Owned[types.ggml_backend]):
     def set_n_threads(self, n_threads: int) -> None:
         """Compute with this number of threads; see `set_n_threads`."""
         set_n_threads(self.handle, n_threads)
+        self._n_threads = int(n_threads)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'closed' if self.closed else self.name}>"

@@ -22,7 +22,7 @@ from ._placement import check_weights, reorders
 from .backend import Backend
 from .capi import types
 from .device import Device, device
-from .dtypes import element_type, type_name, types_by_name
+from .dtypes import element_type, is_quantized, type_name, types_by_name
 from .enums import ggml_backend_buffer_usage, ggml_backend_dev_type, ggml_type
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ class Context(Owned[_Store]):
         """A tensor without memory yet, of NumPy's `shape`: the innermost axis last, 0 to 4 axes.
 
         `dtype` is what `dtypes.element_type` takes: a ggml type, its name or a NumPy dtype.
-        `allocate` gives it memory; without, it is an input of the graphs that it is part of.
+        `allocate` gives it memory; without, it is an input of the graphs that it is part of. What
+        is in that memory is undefined until it is written: `tensor.set(np.zeros(tensor.shape,
+        int))` clears it.
 
         Raises ValueError for a shape of more than 4 axes or with negative ones, and where the last
         axis is no multiple of the type's block; TypeError for what is no shape.
@@ -192,12 +194,17 @@ class Context(Owned[_Store]):
         """A tensor with the shape and the numbers of `array`, which it has once it has memory.
 
         `dtype` is the array's by default; numbers are converted, and quantised, as `Tensor.set`
-        does. The array is not copied before: do not change it until then.
+        does. An array of uint8 for a quantised type has its blocks, as `quantize` gives them: of
+        shape ``(..., bytes of a row)``. The array is not copied before: do not change it until
+        then.
 
         Raises ValueError, TypeError and OverflowError as `tensor` and `Tensor.set` do.
         """
         numbers = np.asarray(array)
-        tensor = self.tensor(numbers.shape, numbers.dtype if dtype is None else dtype, name)
+        shape = numbers.shape
+        if dtype is not None and numbers.dtype == np.uint8 and shape:
+            shape = _shape_of_blocks(shape, element_type(dtype))
+        tensor = self.tensor(shape, numbers.dtype if dtype is None else dtype, name)
         _tensor.check_numbers(tensor, numbers, "same_kind")
         self._pending[tensor._address] = numbers
         return tensor
@@ -225,6 +232,9 @@ class Context(Owned[_Store]):
     ) -> int:
         """Give memory on a device to all tensors that have none, and write what `from_numpy` took.
 
+        What is in the memory of the others is undefined, not zero, and may be NaN: clear what is
+        read before it is written, such as a cache of keys and values.
+
         Results of operations are left out: a compiled graph has memory for those. `buffer_type`
         names another than the device's own (`Device.buffer_types`). Gives the bytes allocated, 0
         where all tensors have memory.
@@ -234,7 +244,8 @@ class Context(Owned[_Store]):
 
         Raises MemoryError where there is not enough, SplitError where the split function of a meta
         device fails, ValueError for a tensor that such memory does not take
-        (`Device.supports_weight`). Then no tensor has memory that had none before.
+        (`Device.supports_weight`), and what `Tensor.set` raises over the numbers of `from_numpy`.
+        Then no tensor has memory that had none before, and no numbers are lost.
         """
         target = device(target) if isinstance(target, str) else target
         where = target.device if isinstance(target, Backend) else target
@@ -268,7 +279,9 @@ class Context(Owned[_Store]):
                         base = capi.ggml_backend_buffer_get_base(done[-1])
                         size = capi.ggml_backend_buffer_get_size(done[-1])
                         lib.ggml_cffi_use_large_pages(base, size)
+            written = self._write_pending()
         except BaseException:
+            self._lent.views.clear()  # of what has been written
             for arena, buffer in ((a, b) for a in store.leaves for b in done):
                 lib.ggml_cffi_forget_buffer(arena, buffer)
             for buffer in done:
@@ -278,12 +291,21 @@ class Context(Owned[_Store]):
         # a meta device gives all tensors of an arena memory anew
         store.leaves.begin_anew()
         self._reordered |= bool(done) and reorders(kind)
-        for arena in store.leaves:
-            for handle in _tensors(arena):
-                numbers = self._pending.pop(address(handle), None)
-                if numbers is not None:
-                    _tensor.Tensor(handle, self, numbers.ndim).set(numbers)
+        for tensor in written:
+            del self._pending[tensor._address]
         return sum(capi.ggml_backend_buffer_get_size(buffer) for buffer in done)
+
+    def _write_pending(self) -> list[Tensor]:
+        """Write what `from_numpy` took for tensors that have memory now."""
+        written = []
+        for arena in self.handle.leaves:
+            for handle in _tensors(arena):
+                numbers = self._pending.get(address(handle))
+                if numbers is not None:
+                    tensor = _tensor.Tensor(handle, self, numbers.ndim)
+                    tensor.set(numbers)
+                    written.append(tensor)
+        return written
 
     def close(self) -> None:
         """Free it, and before that what was compiled from it. Closing twice is fine.
@@ -409,6 +431,19 @@ def _tensors(arena: types.ggml_context) -> Iterator[types.ggml_tensor]:
 
 def _described(handle: types.ggml_tensor) -> tuple[str, ggml_type, tuple[int, ...]]:
     return capi.ggml_get_name(handle) or "", ggml_type(handle.type), tuple(handle.ne)
+
+
+def _shape_of_blocks(shape: tuple[int, ...], kind: ggml_type) -> tuple[int, ...]:
+    """The shape of a tensor of which bytes are given: blocks, if its type is quantised."""
+    if not is_quantized(kind):
+        return shape
+    size = capi.ggml_type_size(kind)
+    if shape[-1] % size:
+        raise ValueError(
+            f"the array has rows of {shape[-1]} bytes, expected a multiple of {size}: blocks of "
+            f"{type_name(kind)}; numbers are converted before, by array.astype(np.float32)"
+        )
+    return (*shape[:-1], shape[-1] // size * capi.ggml_blck_size(kind))
 
 
 def shape_of(shape: object) -> tuple[int, ...]:

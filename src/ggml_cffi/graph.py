@@ -101,9 +101,11 @@ class Graph:
         """Give it memory on a device; the same graph may be compiled many times, on several.
 
         On a `Backend` it runs there, else on one of its own, with `n_threads` (all usable cores by
-        default). `keep` names inputs that keep their numbers from one run to the next. `assign`
-        says for results which of a scheduler's backends computes them. `mend` says whether copies
-        are put in where a meta device would be wrong without (`MetaDevice.plan`).
+        default). Instead of that of a meta device, too, it has one of its own, with as many
+        threads: ggml has such backends for one graph. `keep` names inputs that keep their numbers
+        from one run to the next. `assign` says for results which of a scheduler's backends computes
+        them. `mend` says whether copies are put in where a meta device would be wrong without
+        (`MetaDevice.plan`).
 
         Raises SplitError, with the operation and the reason, for what a meta device cannot split
         rightly, ValueError where two inputs have the same name or one has none, MemoryError where
@@ -368,7 +370,8 @@ class Compiled(Owned[_Store]):
             store.memory = OnBackend(target, own=False)
         else:
             assert isinstance(where, Device)
-            backend = Backend(where, n_threads)
+            count = target._n_threads if isinstance(target, Backend) else n_threads
+            backend = Backend(where, count)
             if isinstance(where, MetaDevice):
                 store.memory = _OnMeta(backend, where)
             else:

@@ -241,6 +241,8 @@ def _share_out(
     progress: Progress,
 ) -> None:
     """Do `work` on all chunks; the first exception ends it."""
+    if isinstance(threads, bool):
+        raise TypeError(f"threads is {threads}, expected an int")
     count = usable_cores() if threads is None else operator.index(threads)
     if count < 1:
         raise ValueError(f"threads is {threads}, expected 1 or more")
@@ -287,6 +289,9 @@ def _share_out(
             todo.clear()  # nothing is left, or an exception is on its way
             for helper in begun:
                 helper.join()
-        if errors:
-            raise errors[0]
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # its traceback leads here, and back to the arrays
         account(tell)

@@ -234,7 +234,9 @@ class Tensor(_Base):
         """Write numbers: an array of the same shape, of any layout and byte order.
 
         Another dtype is converted as NumPy's `casting` allows; a quantised tensor takes real
-        numbers. The tensor's shape may have more axes of length 1 in front.
+        numbers. The tensor's shape may have more axes of length 1 in front. A quantised tensor
+        takes its blocks as well, as they are: uint8 of shape ``(..., bytes of a row)``, as
+        `quantize` gives them, or all in one row, as `GGUFTensor.data` does.
 
         Integers must be in the range of the tensor's type, but with ``casting="unsafe"``: then they
         wrap as NumPy's do. Floats that are too large become infinite, with NumPy's RuntimeWarning.
@@ -380,7 +382,13 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
     short = given[max(extra, 0) :] if all(n == 1 for n in given[: max(extra, 0)]) else given
     padded = (1,) * (len(wanted) - len(short)) + short
     if padded != wanted:
-        raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}")
+        told = ""
+        if numbers.dtype == np.uint8 and is_quantized(tensor.type):
+            rows = blocks_shape(tensor.type, wanted)
+            if given in (rows, (math.prod(rows),)):
+                return numbers.reshape(rows)
+            told = f", or {rows} of its blocks"
+        raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}{told}")
     kind = tensor.dtype
     if not castable(numbers.dtype, kind, casting):
         raise TypeError(
@@ -433,11 +441,16 @@ def block_rows(
     kind: ggml_type, shape: tuple[int, ...], strides: tuple[int, ...], data: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     """The rows of a quantised tensor as bytes, in the memory from its first element on."""
-    row = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
     rows: npt.NDArray[np.uint8] = np.ndarray(
-        (*shape[:-1], row), np.uint8, data, strides=(*strides[:-1], 1)
+        blocks_shape(kind, shape), np.uint8, data, strides=(*strides[:-1], 1)
     )
     return rows
+
+
+def blocks_shape(kind: ggml_type, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in bytes of a quantised tensor."""
+    row = shape[-1] // capi.ggml_blck_size(kind) * capi.ggml_type_size(kind)
+    return (*shape[:-1], row)
 
 
 def check_readable(tensor: Tensor) -> None:
@@ -470,6 +483,8 @@ def raw_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 def _encode(tensor: Tensor, numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of the tensor's rows, one after the other."""
     if is_quantized(tensor.type):
+        if numbers.dtype == np.uint8 and numbers.shape != tensor.shape:
+            return numbers  # blocks, as `check_numbers` has them
         return quants.quantize(np.atleast_1d(numbers), tensor.type)
     return np.ascontiguousarray(numbers, tensor.dtype).reshape(-1).view(np.uint8)
 
