@@ -417,6 +417,31 @@ inline bool equal_sequences(int64_t n_tokens, int64_t n_seqs) {
     return n_seqs > 0 && n_tokens >= n_seqs && n_tokens % n_seqs == 0;
 }
 
+inline std::string place_of(ggml_backend_buffer_t buffer) {
+    ggml_backend_dev_t device = buffer ? ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer)) : nullptr;
+    if (device) {
+        const char * name = ggml_backend_dev_name(device);
+        return is_meta(name) ? "a meta device" : name;
+    }
+    return buffer ? ggml_backend_buffer_name(buffer) : "the CPU";
+}
+
+inline std::string with_operands(const ggml_tensor * node) {
+    std::string  text = named(node);
+    const char * separator = " of ";
+    for (const ggml_tensor * src : node->src) {
+        if (src) {
+            text += separator + described(src);
+            separator = ", ";
+        }
+    }
+    return text;
+}
+
+inline std::string named_in_memory(const ggml_tensor * t) {
+    return t->op != GGML_OP_NONE ? named(t) : t->name[0] ? std::string("'") + t->name + "'" : "a tensor without a name";
+}
+
 // A kernel would dereference the data of an unallocated tensor, or an address that is none of its
 // backend's. Reshapes and views are no kernels, IM2COL uses the shape of its first source only.
 inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
@@ -424,16 +449,19 @@ inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
         return true;
     }
     if (!t->data || (t->view_src && !t->view_src->data)) {
+        why = named_in_memory(t) + " has no memory";
         return false;
-    }
-    if (!backend) {
-        return data_in_host_memory(t);
     }
     ggml_backend_buffer_t buffer = buffer_of(t);
-    if (in_meta_buffer(t) && !is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend)))) {
-        return false;
+    const bool from_meta = in_meta_buffer(t) && !(backend && is_meta(ggml_backend_dev_name(ggml_backend_get_device(backend))));
+    if (backend ? !from_meta && ggml_backend_supports_buft(backend, buffer ? ggml_backend_buffer_get_type(buffer)
+                                                                           : ggml_backend_cpu_buffer_type())
+                : data_in_host_memory(t)) {
+        return true;
     }
-    return ggml_backend_supports_buft(backend, buffer ? ggml_backend_buffer_get_type(buffer) : ggml_backend_cpu_buffer_type());
+    why = named_in_memory(t) + " has its memory on " + place_of(buffer) + ", not on " +
+          (backend ? ggml_backend_name(backend) : "the CPU");
+    return false;
 }
 
 inline bool no_kernel(const ggml_tensor * t) {
@@ -483,6 +511,7 @@ inline bool supported(ggml_cgraph * graph, ggml_backend_t backend) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (!no_kernel(node) && !ggml_backend_supports_op(backend, node)) {
+            why = with_operands(node);
             return false;
         }
     }

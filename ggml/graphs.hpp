@@ -164,8 +164,20 @@ static void ggml_cffi_raw_copy_tensors(struct ggml_context * ctx, struct ggml_te
     }
 }
 
+// Why a backend could not compute a graph that has memory, NULL where it can: of all that is asked then, what
+// is known before. Good until the thread's next call.
+static const char * ggml_cffi_raw_why_not(struct ggml_backend * backend, struct ggml_cgraph * graph) {
+    static thread_local std::string reason;
+    if (check::allocated(graph, backend) && check::supported(graph, backend) && check::cpu_can(graph, backend)) {
+        return nullptr;
+    }
+    reason.swap(check::why);
+    return reason.c_str();
+}
+
 // They are called as ggml's functions are: what there is no memory for is an error, and so is an abort.
 #define GGML_CFFI_HELPER(function) ggml_cffi::call<&function, ggml_cffi::traits<0, ggml_cffi::leave::by_throw>>::now
 #define ggml_cffi_order(...) GGML_CFFI_HELPER(ggml_cffi_raw_order)(__VA_ARGS__)
 #define ggml_cffi_n_nodes(...) GGML_CFFI_HELPER(ggml_cffi_raw_n_nodes)(__VA_ARGS__)
+#define ggml_cffi_why_not(...) GGML_CFFI_HELPER(ggml_cffi_raw_why_not)(__VA_ARGS__)
 #define ggml_cffi_copy_tensors(...) GGML_CFFI_HELPER(ggml_cffi_raw_copy_tensors)(__VA_ARGS__)

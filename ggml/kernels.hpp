@@ -587,14 +587,7 @@ inline bool takes_copies(const ggml_tensor * node) {
 }
 
 inline bool no_kernel_for(const ggml_tensor * node) {
-    why = named(node);
-    const char * separator = " of ";
-    for (const ggml_tensor * src : node->src) {
-        if (src) {
-            why += separator + described(src);
-            separator = ", ";
-        }
-    }
+    why = with_operands(node);
     if (weighs_missing_keys(node)) {
         why += ": of capped scores without a mask it may weigh keys that are not there, as their number is no multiple "
                "of 64; a mask of zeros makes it right";

@@ -39,6 +39,7 @@ int64_t ggml_cffi_order(struct ggml_tensor **outputs, int n, struct ggml_tensor 
 int64_t ggml_cffi_n_nodes(struct ggml_tensor **outputs, int n);
 void ggml_cffi_copy_tensors(struct ggml_context *ctx, struct ggml_tensor **order, int64_t n,
                             struct ggml_tensor **copies);
+const char *ggml_cffi_why_not(struct ggml_backend *backend, struct ggml_cgraph *graph);
 void ggml_cffi_note_built_in(void);
 size_t ggml_cffi_devices(struct ggml_backend_device **devices, size_t room);
 size_t ggml_cffi_backends(struct ggml_backend_reg **backends, size_t room);

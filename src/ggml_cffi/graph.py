@@ -109,9 +109,9 @@ class Graph:
 
         Raises SplitError, with the operation and the reason, for what a meta device cannot split
         rightly, ValueError where two inputs have the same name or one has none, MemoryError where
-        the device has too little memory, and what `capi` raises for operations it cannot compute;
-        ValueError also for weights in memory such as CPU_REPACK that are anything but the first
-        operand of a product.
+        the device has too little memory, and ValueError for an operation that it cannot compute,
+        for a weight whose memory is another device's, and for weights in memory such as CPU_REPACK
+        that are anything but the first operand of a product.
         """
         where = target.device if isinstance(target, Backend) else target
         try:
@@ -211,6 +211,10 @@ class OnBackend:
         assert self.allocator is not None
         with raises_memory_error():
             capi.ggml_gallocr_alloc_graph(self.allocator, compiled._graph)
+        reason = helper("ggml_cffi_why_not", self.backend.handle, compiled._graph)
+        if reason != ffi.NULL:
+            told = ffi.string(reason).decode("utf-8", "replace")
+            raise ValueError(f"{self.backend.name} cannot compute the graph: {told}")
         self.done = True
         return True
 
