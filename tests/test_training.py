@@ -26,19 +26,23 @@ from ggml_cffi import (
     AbortError,
     Backend,
     Context,
+    GGUFFile,
     Graph,
     MetaDevice,
     NotSupportedError,
     Scheduler,
     SplitState,
+    Tensor,
+    _handles,
     _progress,
+    capi,
     device,
     diagnostics,
     ops,
     quants,
 )
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
-from ggml_cffi.training import SGD, AdamW, Dataset, Trainer
+from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _engine
 
 X, CLASSES = data()
 LOSSES = ("cross_entropy", "mean_squared_error", "mean", "sum")
@@ -512,6 +516,277 @@ def test_an_abort_in_a_kernel_is_raised_and_training_goes_on(ctx: Context) -> No
         assert made.steps == 51 and made.evaluate(good)["accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("python", [False, True])
+def test_a_step_that_is_refused_is_not_counted(ctx: Context, python: bool) -> None:
+    """Before ggml computes anything; nor is one less of those before."""
+    table = ctx.from_numpy(np.ones((10, 4), np.float32), name="table")
+    k = ctx.from_numpy(np.ones((2, 4), np.float32), name="k")
+    ctx.allocate("CPU")
+    x = ctx.input((2,), "i32", name="x")
+    same = ops.custom(lambda out, a: np.copyto(out, a), k) if python else ops.scale(k, 1.0)
+    y = ops.get_rows(table, x) + same
+    asked: list[int] = []
+
+    def rate(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    dataset = Dataset(np.int32([1, 2, 3, 4, 5, 6, 99, 7]), np.zeros((8, 4)))
+    with Trainer(x, y, "mean_squared_error", SGD(rate), [table], n_threads=1) as made:
+        for number in (1, 2):
+            asked.clear()
+            with pytest.raises(IndexError, match="index 99"):
+                made.fit(dataset, shuffle=False)
+            assert made.steps == 3 * number
+            assert sorted(set(asked)) == [made.steps - 3 + i for i in range(4)]
+        asked.clear()
+        with pytest.raises(IndexError, match="index 99"):
+            made.fit(dataset, batch_size=4, shuffle=False)  # the last of two batches
+        assert made.steps == 7
+    changed = (table.numpy() != 1).any(axis=1)
+    assert np.flatnonzero(changed).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def in_turn(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *errors: Any) -> list[Any]:
+    """Let the next calls of a function raise these (None: none of it); what is left of them."""
+    real, left = getattr(owner, name), list(errors)
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        error = left.pop(0) if left else None
+        if error is not None:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, function)
+    return left
+
+
+@pytest.mark.parametrize("where", ["__init__", "set_moments", "free"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_means_outlive_an_exception_between_two_engines(
+    ctx: Context, where: str, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another size of a step needs another context of ggml's, which is given AdamW's means."""
+    network, reference = Network(ctx), Reference()
+    made = trainer(network, optimizer=AdamW(0.05))
+    rows = one_hot(CLASSES)
+    for begin in range(0, len(X), BATCH):
+        batch = X[begin : begin + BATCH], rows[begin : begin + BATCH]
+        reference.step("cross_entropy", *batch, made.optimizer, 0.05)
+    made.fit(Dataset(X, CLASSES), shuffle=False)
+    before = made._current_moments()
+    gc.collect()
+    handles = diagnostics.live_handles()
+    left = in_turn(monkeypatch, _engine.Engine, where, error())
+    with pytest.raises(error):
+        made.fit(Dataset(X, CLASSES), batch_size=len(X))
+    assert not left and made.steps == 6
+    for number, moments in made._current_moments().items():
+        np.testing.assert_array_equal(moments, before[number])
+    gc.collect()
+    assert sum(diagnostics.live_handles().values()) <= sum(handles.values())
+    made.fit(Dataset(X, CLASSES), batch_size=len(X))
+    reference.step("cross_entropy", X, rows, made.optimizer, 0.05)
+    check(network, reference)
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_step_is_undone_after_a_second_interrupt_as_well(
+    ctx: Context, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while the weights are put back; what uses the trainer next goes on with it."""
+    calls = [0]
+
+    def between(out: Any, x: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise Stop("stop")
+        out[...] = x
+
+    network, reference = Network(ctx, between=lambda x: ops.custom(between, x)), Reference()
+    made = trainer(network, optimizer=AdamW(0.05))
+    rows = one_hot(CLASSES)
+    reference.step("cross_entropy", X[:BATCH], rows[:BATCH], made.optimizer, 0.05)
+    left = in_turn(monkeypatch, Tensor, "set", *[None] * (at - 1), *[KeyboardInterrupt()] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(Dataset(X, CLASSES), shuffle=False)
+    assert not left
+    made.evaluate(Dataset(X, CLASSES))
+    assert made.steps == 1
+    check(network, reference)
+    made.fit(Dataset(X, CLASSES), batch_size=len(X))
+    reference.step("cross_entropy", X, rows, made.optimizer, 0.05)
+    check(network, reference)
+    assert made.steps == 2
+
+
+def test_steps_are_counted_after_an_interrupt_at_the_end(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are counted: ggml goes on knowing how many it has made."""
+    network, reference = Network(ctx), Reference()
+    made = trainer(network, optimizer=AdamW(0.05))
+    rows = one_hot(CLASSES)
+    for begin in range(0, len(X), BATCH):
+        batch = X[begin : begin + BATCH], rows[begin : begin + BATCH]
+        reference.step("cross_entropy", *batch, made.optimizer, 0.05)
+    left = in_turn(monkeypatch, capi, "ggml_opt_result_ndata", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(Dataset(X, CLASSES), shuffle=False)
+    assert not left
+    made.fit(Dataset(X, CLASSES), batch_size=len(X))
+    reference.step("cross_entropy", X, rows, made.optimizer, 0.05)
+    assert made.steps == 7
+    check(network, reference)
+
+
+def interrupted(work: Any, at: int) -> bool:
+    """Whether the call was interrupted, after so many calls within the package and returns."""
+    left = at
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        nonlocal left
+        if event in ("call", "return", "c_return") and "ggml_cffi" in frame.f_code.co_filename:
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(see)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def counted(work: Any) -> int:
+    """How many places there are to interrupt it at."""
+    count = 0
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event in ("call", "return", "c_return") and "ggml_cffi" in frame.f_code.co_filename
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
+@pytest.mark.parametrize("python", [False, True])
+def test_an_interrupt_anywhere(tmp_path: Path, python: bool) -> None:
+    """Weights and means are those of the steps that are counted; loading is done or it is not."""
+    optimizer, rows = AdamW(0.05), one_hot(CLASSES)
+    dataset, file = Dataset(X, CLASSES), tmp_path / "weights.gguf"
+    between = (lambda x: ops.custom(lambda out, a: np.copyto(out, a), x)) if python else None
+
+    def steps(reference: Reference, size: int, n: int) -> None:
+        for begin in range(0, n * size, size):
+            batch = X[begin : begin + size], rows[begin : begin + size]
+            reference.step("cross_entropy", *batch, optimizer, 0.05)
+
+    def begun(context: Context) -> tuple[Network, Trainer, Reference]:
+        network, reference = Network(context, between=between), Reference()
+        made = trainer(network, optimizer=optimizer)
+        made.fit(dataset, shuffle=False)
+        steps(reference, BATCH, 6)
+        return network, made, reference
+
+    def train(made: Trainer) -> None:
+        made.fit(dataset, batch_size=2 * BATCH, shuffle=False)
+
+    with Context() as context:
+        network, made, _ = begun(context)
+        made.save(file)
+        places = counted(lambda: train(made)), counted(lambda: made.load(file))
+    found: set[Any] = set()
+    for loads, n_places in enumerate(places):
+        for at in range(1, n_places, 61):
+            # not closed: NumPy may be taken to share its memory for ever, where it was interrupted
+            network, made, reference = begun(Context())
+            if loads:
+                train(made)
+                interrupted(lambda one=made: one.load(file), at)
+            else:
+                interrupted(lambda one=made: train(one), at)
+            found.add((made.steps, made.epochs) if loads else made.steps)
+            for _ in range(2):
+                steps(reference, 2 * BATCH, made.steps - reference.steps)
+                check(network, reference)
+                train(made)
+    assert found == {6, 7, 8, 9, (6, 1), (9, 2)}
+
+
+def test_a_signal_that_saves_within_an_epoch(ctx: Context, tmp_path: Path) -> None:
+    """Between two steps a handler may use the trainer: it finds the steps made so far."""
+    found: list[int] = []
+
+    class Rows(np.ndarray[Any, Any]):
+        def __getitem__(self, key: Any) -> Any:
+            if made.steps == 0 and isinstance(key, np.ndarray) and key[0] == 2 * BATCH:
+                made.save(tmp_path / "weights.gguf")
+                found.append(made.steps)
+            return super().__getitem__(key)
+
+    made = trainer(Network(ctx))
+    made.fit(Dataset(X.view(Rows), CLASSES), shuffle=False)
+    assert found == [2] and made.steps == 6
+    with GGUFFile(tmp_path / "weights.gguf") as saved:
+        assert saved.metadata["training.steps"] == 2
+
+
+def test_a_signal_that_trains_or_loads_within_an_epoch(ctx: Context, tmp_path: Path) -> None:
+    """That epoch ends; what has begun anew stays as it is."""
+    file = tmp_path / "weights.gguf"
+    network = Network(ctx)
+    made = trainer(network)
+    made.fit(Dataset(X, CLASSES))
+    made.save(file)
+    uses = [
+        (lambda: made.fit(Dataset(X, CLASSES), batch_size=len(X)), (6 + 2 + 1, 2)),
+        (lambda: made.fit(Dataset(X, CLASSES)), (6 + 2 + 6, 2)),
+        (lambda: made.load(file), (6, 1)),
+        (lambda: made.close(), None),
+    ]
+    for use, expected in uses:
+        found: list[Any] = []
+
+        class Rows(np.ndarray[Any, Any]):
+            def __getitem__(self, key: Any, use: Any = use, found: Any = found) -> Any:
+                if isinstance(key, np.ndarray) and key[0] == 2 * BATCH and not found:
+                    use()
+                    found.append(network.numbers())
+                return super().__getitem__(key)
+
+        made.load(file)
+        error = "within an epoch, which cannot go on" if expected else "the Trainer is closed"
+        with pytest.raises(ValueError, match=error):
+            made.fit(Dataset(X.view(Rows), CLASSES), shuffle=False)
+        for name, numbers in network.numbers().items():
+            np.testing.assert_array_equal(numbers, found[0][name])
+        if expected:
+            assert (made.steps, made.epochs) == expected
+            made.fit(Dataset(X, CLASSES))
+            assert (made.steps, made.epochs) == (expected[0] + 6, expected[1] + 1)
+
+
+def test_a_history_that_was_interrupted_stays_in_step(ctx: Context) -> None:
+    made = trainer(Network(ctx))
+    made.history.update({"loss": [1.0, 2.0], "accuracy": [0.5]})
+    made.fit(Dataset(X, CLASSES))
+    assert {name: len(numbers) for name, numbers in made.history.items()} == {
+        "loss": 3,
+        "accuracy": 3,
+    }
+    assert math.isnan(made.history["accuracy"][1])
+
+
 # ---- memory
 
 
@@ -742,6 +1017,39 @@ def test_every_order_of_closing(order: Any) -> None:
     with pytest.raises(ValueError, match="the Trainer is closed"):
         made.predict(X)
     assert repr(made) == "<Trainer closed>"
+
+
+@pytest.mark.parametrize("error", [AbortError, KeyboardInterrupt])
+def test_all_is_freed_whatever_one_of_it_raises(
+    ctx: Context, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network(ctx)
+    gc.collect()
+    before = diagnostics.live_handles()
+    made = trainer(network)
+    made.fit(Dataset(X, CLASSES))
+    made.evaluate(Dataset(X, CLASSES))
+    store = made.handle
+    assert store.engine is not None and store.forward is not None
+    spare = [_engine.Engine(made._model, made._scheduler, 1, 0) for _ in range(2)]
+    store.retired += spare
+    real = _engine.Engine.free
+
+    def free(self: Any) -> None:
+        real(self)
+        raise error("free")
+
+    monkeypatch.setattr(_engine.Engine, "free", free)
+    with pytest.raises(error, match="free"):
+        made.close()
+    assert made.closed and store.forward.closed and all(one.closed for one in store.own)
+    assert store.engine.closed and all(one.closed for one in spare)
+    monkeypatch.undo()
+    lost = _handles._lost.pop()  # what it needs stays otherwise
+    assert lost.handle is store
+    for parent in lost.parents:
+        parent.drop()
+    assert diagnostics.live_handles() == before
 
 
 def test_closed_in_a_callback(ctx: Context) -> None:

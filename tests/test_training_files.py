@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from _network import BATCH, Network, Reference, data, one_hot
 
-from ggml_cffi import Context, GGUFError, GGUFFile, GGUFWriter
-from ggml_cffi.training import SGD, AdamW, Dataset, Trainer
+from ggml_cffi import Context, GGUFError, GGUFFile, GGUFWriter, Tensor
+from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _engine
 
 X, CLASSES = data()
 DATASET = Dataset(X, CLASSES)
@@ -162,6 +162,11 @@ def change(file: Path, **changes: Any) -> None:
         ({"w1": None}, "there is no tensor 'w1'"),
         ({"w1": np.ones((2, 2), np.float32)}, r"'w1' has shape \(2, 2\), expected \(7, 6\)"),
         ({"training.m.w1": None}, "the state lacks parameters, or has others"),
+        (
+            {"training.m.w1": None, "training.v.w1": None, "training.steps": 0},
+            "the state lacks parameters, or has others",
+        ),
+        ({"training.m.b2": None, "training.steps": 0}, "the state lacks parameters, or has others"),
         ({"training.v.w1": None}, "there is no tensor 'training.v.w1'"),
         ({"training.optimizer": "sgd"}, "the state is that of sgd, expected adamw"),
         ({"training.steps": None}, "training.steps is None, expected a count"),
@@ -186,6 +191,114 @@ def test_a_file_that_does_not_fit_changes_nothing(
             assert (made.steps, made.epochs) == (6, 1)
             for name, found in network.numbers().items():
                 np.testing.assert_array_equal(found, before[name])
+            for number, found in made._current_moments().items():
+                np.testing.assert_array_equal(found, moments[number])
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+def test_a_state_of_another_optimiser_changes_nothing(steps: int, tmp_path: Path) -> None:
+    """Means of AdamW's, in a file that says that it is of SGD."""
+    file = tmp_path / "weights.gguf"
+    trained(AdamW(0.01), 1, save=file)
+    change(file, **{"training.optimizer": "sgd", "training.steps": steps})
+    with Context() as context:
+        network = Network(context, 7)
+        before = network.numbers()
+        with Trainer(network.x, network.y, optimizer=SGD(0.1), n_threads=1) as made:
+            with pytest.raises(GGUFError, match="lacks parameters, or has others"):
+                made.load(file)
+            assert (made.steps, made.epochs) == (0, 0)
+        for name, found in network.numbers().items():
+            np.testing.assert_array_equal(found, before[name])
+
+
+def test_a_state_before_the_first_step_may_have_no_means(tmp_path: Path) -> None:
+    """They are zeros then."""
+    file = tmp_path / "weights.gguf"
+    trained(AdamW(0.01), 1, save=file)
+    names = [f"training.{kind}.{name}" for kind in "mv" for name in ("w1", "b1", "w2", "b2")]
+    change(file, **dict.fromkeys(names), **{"training.steps": 0})
+    with Context() as context:
+        network = Network(context)
+        with Trainer(network.x, network.y, n_threads=1) as made:
+            made.fit(DATASET)
+            made.load(file)
+            assert (made.steps, made.epochs) == (0, 1)
+            assert all(
+                not numbers.any() for pair in made._current_moments().values() for numbers in pair
+            )
+
+
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["__init__", "set_moments"])
+def test_what_has_been_loaded_stays_without_the_memory_to_go_on(
+    where: str, error: Any, state: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, counts and means are those of one file, whatever comes after they were read."""
+    file = tmp_path / "weights.gguf"
+    with Context() as context:
+        network = Network(context)
+        with Trainer(network.x, network.y, optimizer=AdamW(0.05), n_threads=1) as made:
+            made.fit(DATASET, 2)
+            made.save(file, optimizer_state=state)
+            saved = network.numbers()
+            made.fit(DATASET)
+            expected = network.numbers()
+            made.fit(DATASET, 3)
+
+            def fail(*_: Any) -> None:
+                raise error
+
+            monkeypatch.setattr(_engine.Engine, where, fail)
+            if state or where == "__init__":
+                with pytest.raises(error):
+                    made.load(file)
+            else:
+                made.load(file)  # there are no means to be set
+            monkeypatch.undo()
+            assert (made.steps, made.epochs) == ((12, 2) if state else (0, 0))
+            for name, found in network.numbers().items():
+                np.testing.assert_array_equal(found, saved[name])
+            if state:
+                made.save(file)
+                made.load(file)
+                made.fit(DATASET)
+                for name, found in network.numbers().items():
+                    np.testing.assert_allclose(found, expected[name], 1e-4, 1e-6)
+
+
+def test_loading_that_is_interrupted_is_finished_by_loading_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the writing of the weights; what was learnt before is not taken for the file's."""
+    file = tmp_path / "weights.gguf"
+    with Context() as context:
+        network = Network(context)
+        with Trainer(network.x, network.y, optimizer=AdamW(0.05), n_threads=1) as made:
+            made.fit(DATASET, 2)
+            made.save(file)
+            saved, moments = network.numbers(), made._current_moments()
+            made.fit(DATASET)
+            other, real, calls = network.numbers(), Tensor.set, [0]
+
+            def interrupted(self: Tensor, *arguments: Any) -> None:
+                calls[0] += 1
+                if calls[0] == 3:
+                    raise KeyboardInterrupt
+                real(self, *arguments)
+
+            monkeypatch.setattr(Tensor, "set", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.load(file)
+            monkeypatch.undo()
+            assert (made.steps, made.epochs) == (18, 3)
+            for name, found in network.numbers().items():
+                np.testing.assert_array_equal(found, other[name])
+            made.load(file)
+            assert (made.steps, made.epochs) == (12, 2)
+            for name, found in network.numbers().items():
+                np.testing.assert_array_equal(found, saved[name])
             for number, found in made._current_moments().items():
                 np.testing.assert_array_equal(found, moments[number])
 

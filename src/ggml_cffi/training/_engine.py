@@ -38,6 +38,14 @@ class Moments(NamedTuple):
     v: npt.NDArray[np.float32]
 
 
+class _Snapshot(NamedTuple):
+    """What a step may change, and how many data ggml had counted before."""
+
+    counted: int
+    parameters: list[npt.NDArray[Any]]
+    moments: dict[int, Moments]
+
+
 class Engine:
     """An optimisation context of ggml's for a model, which makes a step of `period` batches.
 
@@ -53,8 +61,10 @@ class Engine:
         self.scheduler = scheduler
         self.period = period
         self.first_step = steps
-        self.broken = self.undone = False
+        self.broken = False
         self.kept = False  # somebody keeps arrays that share its memory
+        self._before: _Snapshot | None = None  # of a step that may have to be undone
+        self._undone = 0  # data that ggml counts, whose step has been undone
         self._lock = threading.RLock()
         self._lent = Loans()
         self._made = contextlib.ExitStack()
@@ -234,7 +244,13 @@ class Engine:
         Data and labels are contiguous and have the dtypes of the tensors that they go into. After
         an exception it is broken: ggml knows no way back to before the batch. A function of
         Python's that raises does not keep ggml from making the step, which is undone then.
+
+        Raises ValueError where it has been freed.
         """
+        if self.closed:
+            raise ValueError(
+                "the Trainer was trained or loaded within an epoch, which cannot go on"
+            )
         values = self.model.optimizer._values(step, step - self.first_step)
         for kind, fields in values.items():
             for name, value in fields.items():
@@ -246,31 +262,51 @@ class Engine:
             _write(self.inputs, data)
             if self.labels is not None and labels is not None:
                 _write(self.labels, labels)
-            before = self._snapshot() if last and self._calls_python else None
+            if last and self._calls_python:
+                counted = capi.ggml_opt_result_ndata(result)
+                weights = [one.numpy(copy=True) for one in self.model.parameters]
+                self._before = _Snapshot(counted, weights, self.moments())
             try:
                 capi.ggml_opt_eval(self.context, result)
+                self._before = None
             except BaseException:
-                self.kept = self.kept or any(True for _ in _kept.alive(since))
-                if before is not None:
-                    self._restore(before)
-                    self.undone = True
+                try:
+                    self.kept = self.kept or any(True for _ in _kept.alive(since))
+                finally:
+                    self._undo(result)
                 raise
 
         Turn(self.scheduler.backends).take(compute)
 
-    def _snapshot(self) -> tuple[list[npt.NDArray[Any]], dict[int, Moments]]:
-        return [one.numpy(copy=True) for one in self.model.parameters], self.moments()
+    def settle(self, result: types.ggml_opt_result) -> int:
+        """How many data have been added of those that ggml counts in `result`.
 
-    def _restore(self, before: tuple[list[npt.NDArray[Any]], dict[int, Moments]]) -> None:
-        for parameter, numbers in zip(self.model.parameters, before[0], strict=True):
+        Completes what an interrupt has come into; to call it once more changes nothing.
+        """
+        self._undo(result)
+        return capi.ggml_opt_result_ndata(result) - self._undone
+
+    def _undo(self, result: types.ggml_opt_result) -> None:
+        """Undo a step that failed, which ggml has counted unless it refused it."""
+        before = self._before
+        if before is None:
+            return
+        for parameter, numbers in zip(self.model.parameters, before.parameters, strict=True):
             parameter.set(numbers)
-        self.set_moments(before[1])
+        self.set_moments(before.moments)
+        self._undone = capi.ggml_opt_result_ndata(result) - before.counted
+        self._before = None  # last: until then it can be done again
 
     # ---- the optimiser's state
 
     def moments(self) -> dict[int, Moments]:
         """The state of AdamW, by the numbers of the parameters; of SGD there is none."""
         return {n: Moments(m.numpy(True), v.numpy(True)) for n, (m, v) in self._moments().items()}
+
+    @property
+    def with_moments(self) -> frozenset[int]:
+        """The numbers of the parameters that have a state."""
+        return frozenset(self._moments())
 
     def set_moments(self, moments: Mapping[int, Moments]) -> None:
         """Write what another one had."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _kept, capi
-from .._handles import Loans, Owned, holding
+from .._handles import Loans, Owned, _each, holding
 from .._locks import with_or_without
 from .._progress import Bar
 from ..backend import Backend, thread
@@ -44,6 +45,23 @@ OnEpoch = Callable[[int, Record], object]
 """Called after each epoch, the first one being 1; training ends where it returns False."""
 
 
+class _Epoch:
+    """One under way, where ggml counts the data: so it can be told after an interrupt as well.
+
+    `first` are the steps made before, and `size` data make one.
+    """
+
+    def __init__(self, engine: Engine, first: int, size: int) -> None:
+        self.engine, self.first, self.size = engine, first, size
+        self.result = capi.ggml_opt_result_init()
+        self.free = weakref.finalize(self, capi.ggml_opt_result_free, self.result)
+        self.free.atexit = False
+
+    def steps(self) -> int:
+        """The steps made, with those before."""
+        return self.first + self.engine.settle(self.result) // self.size
+
+
 class _Store:
     """What a trainer has of ggml."""
 
@@ -51,28 +69,31 @@ class _Store:
         self.lock = threading.RLock()
         self.engine: Engine | None = None
         self.forward: Compiled | None = None
+        self.epoch: _Epoch | None = None  # the one whose steps have to be counted
         self.retired: list[Engine] = []  # somebody keeps arrays that share their memory
         self.own: list[Backend | Scheduler] = []
 
-    def retire(self, engine: Engine) -> None:
-        """Free it, or with all else where its memory has to stay until then."""
-        if engine.kept:
-            self.retired.append(engine)
-        else:
+    def retire(self) -> None:
+        """Free the engine, or with all else where its memory has to stay until then."""
+        engine = self.engine
+        if engine is None:
+            return
+        self.retired.append(engine)  # first: whatever comes between, it is freed in the end
+        self.engine = None
+        if not engine.kept:
             engine.free()
+            self.retired.remove(engine)
 
     def free(self) -> None:
         with self.lock:
-            try:
-                if self.engine is not None:
-                    self.engine.free()
-                for engine in self.retired:
-                    engine.free()
-                if self.forward is not None:
-                    self.forward.close()
-            finally:
-                for one in reversed(self.own):
-                    one.close()
+            engines = self.retired if self.engine is None else [self.engine, *self.retired]
+            _each(
+                [
+                    *(engine.free for engine in engines),
+                    *([] if self.forward is None else [self.forward.close]),
+                    *(one.close for one in reversed(self.own)),
+                ]
+            )
 
 
 class Trainer(Owned[_Store]):
@@ -140,7 +161,7 @@ class Trainer(Owned[_Store]):
                 super().__init__(store, _Store.free, (*graph._contexts, self._scheduler))
                 self._lent = Loans(self._resource)
                 try:
-                    self._compute(lambda: self._engine(1))
+                    self._with_moments = self._compute(lambda: self._engine(1)).with_moments
                 except BaseException:
                     self.close()
                     raise
@@ -252,30 +273,41 @@ class Trainer(Owned[_Store]):
 
     def _epoch(self, dataset: Dataset, size: int, n_steps: int, shuffle: bool, bar: Bar) -> Record:
         """Train with all data once. An exception leaves the engine to be made anew."""
+        self._settle()
+        store, first = self.handle, self._steps
         rng = np.random.default_rng([self._seed, self._epochs])
         order = dataset.order(rng) if shuffle else np.arange(len(dataset))
-        result = capi.ggml_opt_result_init()
+        engine = self._engine(size // self._batch)
+        store.epoch = epoch = _Epoch(engine, first, size)
+        result = epoch.result
+        engine.broken = True  # until all has been counted, whatever comes between
         try:
-            engine = self._engine(size // self._batch)
-            first = self._steps
+            for step in range(n_steps):
+                end = (step + 1) * size
+                for at in range(step * size, end, self._batch):
+                    data, labels = self._rows(dataset, order[at : at + self._batch])
+                    last = at + self._batch == end
+                    self._compute(partial(engine.add, data, labels, result, first + step, last))
+                    if bar.update(1):
+                        bar.show(self._record(result))
+            record = self._record(result)
+        finally:  # an interrupt comes when ggml is done with the step
             try:
-                for step in range(n_steps):
-                    end = (step + 1) * size
-                    for at in range(step * size, end, self._batch):
-                        data, labels = self._rows(dataset, order[at : at + self._batch])
-                        last = at + self._batch == end
-                        self._compute(partial(engine.add, data, labels, result, first + step, last))
-                        if bar.update(1):
-                            bar.show(self._record(result))
-            except BaseException:
-                engine.broken = True
+                self._settle()
+            except BaseException:  # one more interrupt, or the first one
+                self._settle()
                 raise
-            finally:  # an interrupt comes when ggml is done with the step
-                done = capi.ggml_opt_result_ndata(result) - engine.undone * self._batch
-                self._steps = first + done // size
-            return self._record(result)
-        finally:
-            capi.ggml_opt_result_free(result)
+            if store.epoch is epoch:  # of a signal's handler another one may have begun
+                store.epoch = None
+            epoch.free()
+        engine.broken = False
+        return record
+
+    def _settle(self) -> None:
+        """Note how many steps have been made of an epoch; twice is fine."""
+        epoch = self.handle.epoch
+        if epoch is not None:
+            self._steps = epoch.steps()
 
     def _engine(self, period: int) -> Engine:
         """One that makes a step of so many batches; a new one where another is needed."""
@@ -285,12 +317,16 @@ class Trainer(Owned[_Store]):
             return old
         if old is not None:
             self._moments = old.moments()
-            store.engine = None
-            store.retire(old)
-        store.engine = Engine(self._model, self._scheduler, period, self._steps)
-        if self._moments:
-            store.engine.set_moments(self._moments)
-        return store.engine
+            store.retire()
+        made = Engine(self._model, self._scheduler, period, self._steps)
+        try:
+            if self._moments:
+                made.set_moments(self._moments)
+        except BaseException:
+            made.free()
+            raise
+        store.engine = made  # last: what is there has its moments
+        return made
 
     def _record(self, result: types.ggml_opt_result) -> Record:
         found = {"loss": capi.ggml_opt_result_loss(result)[0]}
@@ -387,7 +423,8 @@ class Trainer(Owned[_Store]):
         without one, the optimiser begins anew. `history` stays as it is.
 
         Raises GGUFError where the file lacks a parameter, has another shape of it or the state of
-        another optimiser; then nothing has changed. OSError where it cannot be read.
+        another optimiser, OSError where it cannot be read; then nothing has changed, nor has it
+        after an interrupt that comes before all weights are written.
         """
         with self._using():
             self._check_usable()
@@ -399,12 +436,9 @@ class Trainer(Owned[_Store]):
                     f"{os.fspath(path)}: the state is that of {state.optimizer}, "
                     f"expected {self._name}"
                 )
-            elif state.steps and state.moments.keys() != self._current_moments().keys():
+            elif state.moments.keys() != self._with_moments and (state.steps or state.moments):
                 raise GGUFError(f"{os.fspath(path)}: the state lacks parameters, or has others")
-            for parameter, array in zip(self.parameters, numbers, strict=True):
-                parameter.set(array)
-            self._steps, self._epochs = state.steps, state.epochs
-            self._restart(state.moments)
+            self._restart(numbers, state)
 
     def _named(self) -> dict[str, Tensor]:
         _checkpoint.check_names(self._names)
@@ -414,15 +448,27 @@ class Trainer(Owned[_Store]):
         engine = self.handle.engine
         return self._moments if engine is None else engine.moments()
 
-    def _restart(self, moments: dict[int, Moments]) -> None:
-        """Go on with these, or from nothing."""
+    def _restart(self, numbers: list[npt.NDArray[Any]], state: _checkpoint.State) -> None:
+        """Go on with these: all of them, or none where an exception comes before."""
         store = self.handle
-        period = 1
-        if store.engine is not None:
-            period, old, store.engine = store.engine.period, store.engine, None
-            store.retire(old)
-        self._moments = moments
+        period = 1 if store.engine is None else store.engine.period
+        before = self._steps, self._epochs, self._current_moments()
+        weights = [one.numpy(copy=True) for one in self.parameters]
+        self._moments = before[2]
+        store.retire()
+        store.epoch = None
+        try:
+            self._set_weights(numbers)
+            self._steps, self._epochs, self._moments = state.steps, state.epochs, state.moments
+        except BaseException:
+            self._steps, self._epochs, self._moments = before
+            self._set_weights(weights)
+            raise
         self._engine(period)
+
+    def _set_weights(self, numbers: list[npt.NDArray[Any]]) -> None:
+        for parameter, array in zip(self.parameters, numbers, strict=True):
+            parameter.set(array)
 
     # ---- closing
 
@@ -437,6 +483,7 @@ class Trainer(Owned[_Store]):
         """Raises where it is closed, by another thread meanwhile, or computes."""
         self.handle  # noqa: B018
         self._check_idle()
+        self._settle()
 
     def _check_idle(self) -> None:
         if self._busy:
@@ -509,7 +556,8 @@ def _append(history: dict[str, list[float]], record: Record) -> None:
     """One more epoch: NaN for what only others have."""
     n = max(map(len, history.values()), default=0)
     for name in dict.fromkeys([*history, *record]):
-        numbers = history.setdefault(name, [math.nan] * n)
+        numbers = history.setdefault(name, [])
+        numbers += [math.nan] * (n - len(numbers))  # also where an interrupt came in between
         numbers.append(record.get(name, math.nan))
 
 
