@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ggml_cffi import (
     AbortError,
     Backend,
     Context,
+    Device,
     GGUFFile,
     Graph,
     MetaDevice,
@@ -42,7 +44,7 @@ from ggml_cffi import (
     quants,
 )
 from ggml_cffi.enums import ggml_opt_loss_type, ggml_type
-from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _engine
+from ggml_cffi.training import SGD, AdamW, Dataset, Trainer, _engine, _target
 
 X, CLASSES = data()
 LOSSES = ("cross_entropy", "mean_squared_error", "mean", "sum")
@@ -1052,6 +1054,36 @@ def test_all_is_freed_whatever_one_of_it_raises(
     assert diagnostics.live_handles() == before
 
 
+def test_what_was_made_for_a_target_that_fails_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it, whatever closing one of it raises."""
+    made: list[Backend] = []
+
+    class Failing(Backend):
+        def __init__(self, *_: Any) -> None:
+            super().__init__(device("CPU"), 1)
+            made.append(self)
+
+        def close(self) -> None:
+            super().close()
+            raise AbortError(f"close {made.index(self)}")
+
+    def no_scheduler(_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(_target, "Backend", Failing)
+    monkeypatch.setattr(_target, "Scheduler", no_scheduler)
+    monkeypatch.setattr(_target, "as_target", lambda *_: device("CPU"))
+    monkeypatch.setattr(_target, "isinstance", lambda one, kind: kind is Device, raising=False)
+    monkeypatch.setattr(_target, "_CPU", "as if the device were a GPU, with a CPU beside it")
+    cpu = SimpleNamespace(type=_target._CPU)
+    monkeypatch.setattr(_target, "devices", lambda: [cpu])
+    with pytest.raises(AbortError, match="close 1"):
+        _target.scheduler_for("gpu0", 1)
+    assert len(made) == 2 and all(one.closed for one in made)
+
+
 def test_closed_in_a_callback(ctx: Context) -> None:
     """Between steps it is closed; within one it stays open."""
     refused: list[str] = []
@@ -1224,6 +1256,9 @@ def test_what_a_trainer_is_made_of(ctx: Context) -> None:
         ((x, y), {"n_threads": 0}, ValueError, "n_threads is 0"),
         ((x, y), {"seed": -1}, ValueError, "seed is -1, expected 0 or more"),
         ((x, y), {"seed": "x"}, TypeError, "seed is 'x'"),
+        ((x, y), {"seed": True}, TypeError, r"seed is True \(bool\), expected an int"),
+        ((x, y), {"loss": True}, TypeError, "loss is True"),
+        ((x, y), {"n_threads": True}, TypeError, "n_threads is True"),
     ]
     for arguments, options, error, words in cases:
         with pytest.raises(error, match=words):
@@ -1366,6 +1401,10 @@ def test_what_fit_refuses(ctx: Context) -> None:
     cases: list[tuple[Any, Any, str]] = [
         ({"epochs": 0}, ValueError, "epochs is 0, expected 1 or more"),
         ({"epochs": 1.0}, TypeError, "epochs is 1.0"),
+        ({"epochs": True}, TypeError, "epochs is True"),
+        ({"epochs": np.True_}, TypeError, r"epochs is (np\.)?True_?"),
+        ({"batch_size": True}, TypeError, "batch_size is True"),
+        ({"validation_split": True}, TypeError, "validation_split is True"),
         ({"batch_size": 15}, ValueError, "batch_size is 15, expected a multiple of 10"),
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"batch_size": 40}, ValueError, "60 data for training, expected a multiple of .* 40"),

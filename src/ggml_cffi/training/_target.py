@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .._handles import _each
 from ..backend import Backend
 from ..device import Device, devices
 from ..enums import ggml_backend_dev_type
@@ -37,8 +38,7 @@ def scheduler_for(
             made.append(backends[-1])
         made.append(Scheduler(backends))
     except BaseException:
-        for one in reversed(made):
-            one.close()
+        _each([one.close for one in reversed(made)])
         raise
     found = made[-1]
     assert isinstance(found, Scheduler)
