@@ -27,7 +27,6 @@ from ggml_cffi import (
     AbortError,
     Backend,
     Context,
-    Device,
     GGUFFile,
     Graph,
     MetaDevice,
@@ -1069,18 +1068,17 @@ def test_what_was_made_for_a_target_that_fails_is_closed(
             super().close()
             raise AbortError(f"close {made.index(self)}")
 
-    def no_scheduler(_: Any) -> None:
-        raise MemoryError
+    class NoScheduler:
+        def __init__(self, _: Any) -> None:
+            raise MemoryError
 
     monkeypatch.setattr(_target, "Backend", Failing)
-    monkeypatch.setattr(_target, "Scheduler", no_scheduler)
-    monkeypatch.setattr(_target, "as_target", lambda *_: device("CPU"))
-    monkeypatch.setattr(_target, "isinstance", lambda one, kind: kind is Device, raising=False)
+    monkeypatch.setattr(_target, "Scheduler", NoScheduler)
     monkeypatch.setattr(_target, "_CPU", "as if the device were a GPU, with a CPU beside it")
     cpu = SimpleNamespace(type=_target._CPU)
     monkeypatch.setattr(_target, "devices", lambda: [cpu])
     with pytest.raises(AbortError, match="close 1"):
-        _target.scheduler_for("gpu0", 1)
+        _target.scheduler_for(device("CPU"), 1)
     assert len(made) == 2 and all(one.closed for one in made)
 
 
