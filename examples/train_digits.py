@@ -1,13 +1,22 @@
-"""A small network learns to read handwritten digits: scikit-learn's, 1,797 of 8 x 8 pixels."""
+"""A small network learns to read handwritten digits: scikit-learn's, 1,797 of 8 x 8 pixels.
+
+Needs scikit-learn, which has the digits: pip install scikit-learn
+"""
 
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from ggml_cffi import Context, ops
 from ggml_cffi.training import AdamW, Dataset, Trainer
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    raise SystemExit(
+        f"this example needs scikit-learn (pip install scikit-learn): {error}"
+    ) from None
 
 BATCH, HIDDEN, EPOCHS = 32, 64, 30
 rng = np.random.default_rng(0)

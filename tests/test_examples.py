@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -150,6 +151,26 @@ def test_example(name: str, tmp_path: Path) -> None:
 def test_digits_are_learnt(tmp_path: Path, need: Any) -> None:
     need(importlib.util.find_spec("sklearn"), "scikit-learn")
     train_digits(run("train_digits", tmp_path, strict=False))
+
+
+def test_what_an_example_needs_is_said(tmp_path: Path) -> None:
+    """Where scikit-learn is missing, or cannot be imported."""
+    (tmp_path / "sklearn.py").write_text("raise ImportError('there is none')\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.run(
+        [sys.executable, EXAMPLES["train_digits"]],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (
+        1,
+        "",
+        "this example needs scikit-learn (pip install scikit-learn): there is none\n",
+    )
+    assert "Needs scikit-learn" in EXAMPLES["train_digits"].read_text(encoding="utf-8")
 
 
 def test_a_file_of_ones_own_is_quantised(tmp_path: Path) -> None:
