@@ -85,8 +85,8 @@ def load(
             return numbers, None
         moments = {}
         for number, (name, one) in enumerate(parameters.items()):
-            if _name("m", number, name) in file.tensors:
-                keys = [_name(kind, number, name) for kind in Moments._fields]
+            keys = [_name(kind, number, name) for kind in Moments._fields]
+            if any(key in file.tensors for key in keys):
                 m, v = (_read(file, key, one.shape) for key in keys)
                 moments[number] = Moments(m, v)
         counts = [_count(file, key) for key in ("steps", "epochs")]
