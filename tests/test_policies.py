@@ -171,13 +171,43 @@ def test_fused_weights_are_segments(path: Path) -> None:
 @needs_meta
 def test_experts_are_split_inside(path: Path) -> None:
     with transformer(path, heads=8, kv_heads=8, hidden=512, experts=4) as file:
-        policy = policies.gguf(file, [1, 1])
+        policy, one_idle = policies.gguf(file, [1, 1]), policies.gguf(file, [1, 0])
     up = weight("blk.0.ffn_up_exps.weight", 256, 512, 4)
     assert policy(up, 2) == SplitState.split(1, [256, 256])
     down = weight("blk.0.ffn_down_exps.weight", 512, 256, 4)
     assert policy(down, 2) == SplitState.split(0, [256, 256])
     assert policy(weight("blk.0.ffn_down_exps.bias", 256, 4), 2) == SplitState.partial()
     assert policy(weight("blk.0.ffn_gate_inp.weight", 256, 4), 2) == MIRRORED
+    assert one_idle(weight("blk.0.ffn_down_exps.bias", 256, 4), 2) == MIRRORED
+
+
+@needs_meta
+def test_biases_of_experts_are_split_inside(path: Path) -> None:
+    """Their rows are the experts; with one row as many as there are experts, or of one expert."""
+    with transformer(path, heads=8, kv_heads=8, hidden=512, experts=3) as file:
+        policy = policies.gguf(file, [1, 1])
+    for n in (1, 2, 3, 512):
+        for name in ("ffn_up", "ffn_gate"):
+            bias = weight(f"blk.0.{name}_exps.bias", 512, n)
+            assert policy(bias, 2) == SplitState.split(0, [256, 256])
+            assert policy.why(bias, 2) == "column-parallel along axis 0 in ffn 0"
+        both = weight("blk.0.ffn_gate_up_exps.bias", 1024, n)
+        assert policy(both, 2) == SplitState.segments(0, [[256, 256]], [2])
+    both = weight("blk.0.ffn_gate_up_exps.weight", 256, 1024, 3)
+    assert policy(both, 2) == SplitState.segments(1, [[256, 256]], [2])
+    with pytest.raises(ValueError, match="has 500 elements, expected 512 \\+ 512"):
+        policy(weight("blk.0.ffn_gate_up_exps.bias", 500, 3), 2)
+
+
+@needs_meta
+def test_experts_that_are_too_small_have_a_rule(path: Path) -> None:
+    with transformer(path, heads=8, kv_heads=8, hidden=1, experts=3) as file:
+        policy = policies.gguf(file, [1, 1]) | policies.by_ratio(0, [1, 1])
+    for name in ("up", "gate", "gate_up", "down"):
+        for part in ("weight", "bias"):
+            tensor = weight(f"blk.0.ffn_{name}_exps.{part}", 256, 3)
+            assert policy(tensor, 2) == MIRRORED, tensor
+            assert policy.why(tensor, 2) == "it is too small to be cut"
 
 
 @needs_meta
@@ -251,6 +281,8 @@ def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
             TypeError,
             "expected a Column",
         ),
+        (lambda: policies.Column(axis=2), ValueError, "Column: axis is 2, expected 0, 1 or None"),
+        (lambda: policies.Fused((1,), axis="0"), TypeError, "Fused: axis is '0'"),
         (lambda: policies.gguf("m.gguf", [1]), TypeError, "file is 'm.gguf'.*expected a GGUFFile"),
         (lambda: policies.hugging_face("c.json", [1]), TypeError, "expected a mapping"),
     ],

@@ -13,7 +13,7 @@ from _layers import experts, gemma, llama_attention
 from _models import transformer
 from _release import needs_meta
 
-from ggml_cffi import Context, GGUFFile, Graph, MetaDevice, SplitError
+from ggml_cffi import Context, GGUFFile, Graph, MetaDevice, SplitError, ops
 from ggml_cffi.device import device
 from ggml_cffi.meta import SplitAxis, compare, policies
 
@@ -85,8 +85,9 @@ def load(ctx: Context, target: Any, arrays: Mapping[str, Any], kind: str) -> dic
     """Weights by their names without layer and suffix; norms and caches have types of their own."""
     made = {}
     for name, array in arrays.items():
-        plain = name.endswith("norm") or name.endswith("inp")
-        whole = name if name.startswith("cache") else f"blk.0.{name}.weight"
+        plain = name.endswith(("norm", "inp", ".bias"))
+        suffix = "" if name.endswith(".bias") else ".weight"
+        whole = name if name.startswith("cache") else f"blk.0.{name}{suffix}"
         dtype = "f16" if name.startswith("cache") else "f32" if plain else kind
         made[name] = ctx.from_numpy(array, name=whole, dtype=dtype)
     ctx.allocate(target)
@@ -193,3 +194,66 @@ def test_a_mixture_of_experts(
                 np.testing.assert_allclose(
                     compiled(x=x), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
                 )
+
+
+def biased_experts(ctx: Context, w: Mapping[str, Any], n_tokens: int, n_used: int) -> Any:
+    """Experts with biases, gate and up in one where `w` has them so; the router is an input."""
+    x = ctx.input((n_tokens, WIDTH), name="x")
+    chosen = ctx.input((n_tokens, n_used), "i32", name="chosen")
+    h = ops.reshape_3d(x, WIDTH, 1, n_tokens)
+
+    def product(name: str, given: Any) -> Any:
+        made = ops.mul_mat_id(w[f"ffn_{name}_exps"], given, chosen)
+        return ops.add_id(made, w[f"ffn_{name}_exps.bias"], chosen)
+
+    if "ffn_gate_up_exps" in w:
+        h = ops.swiglu(product("gate_up", h))
+    else:
+        h = ops.swiglu_split(product("gate", h), product("up", h))
+    found = product("down", h)
+    step, rows = found.handle.nb[1], found.handle.nb[2]
+    y = x
+    for i in range(n_used):
+        y = y + ops.view_2d(found, WIDTH, n_tokens, rows, i * step)
+    y.name = "y"
+    return y
+
+
+@pytest.mark.parametrize("names", [("up", "gate"), ("gate_up",)], ids="+".join)
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("ratios", [*RATIOS, (1, 0, 1)], ids=str)
+def test_experts_with_biases(
+    tmp_path: Path, ratios: Sequence[float], kind: str, names: tuple[str, ...], children: Any
+) -> None:
+    n_experts, n_used, hidden = 4, 2, 512
+    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, hidden, kind, experts=4) as file:
+        policy = policies.gguf(file, ratios)
+    arrays = {
+        "ffn_down_exps": numbers(n_experts, WIDTH, hidden, seed=5) / 16,
+        "ffn_down_exps.bias": numbers(n_experts, WIDTH, seed=6),
+    }
+    for i, name in enumerate(names):
+        rows = 2 * hidden if name == "gate_up" else hidden
+        arrays[f"ffn_{name}_exps"] = numbers(n_experts, rows, WIDTH, seed=10 + i) / 16
+        arrays[f"ffn_{name}_exps.bias"] = numbers(n_experts, rows, seed=20 + i)
+    given = {
+        "x": numbers(N_TOKENS, WIDTH),
+        "chosen": np.array([[i % 4, (i + 1 + i // 4 % 3) % 4] for i in range(N_TOKENS)], np.int32),
+    }
+    with (
+        MetaDevice(children(len(ratios)), policy, on_error="raise") as split,
+        Context() as ctx,
+        Context() as other,
+    ):
+        graph = Graph(biased_experts(ctx, load(ctx, split, arrays, kind), N_TOKENS, n_used))
+        whole = Graph(biased_experts(other, load(other, "CPU", arrays, kind), N_TOKENS, n_used))
+        plan = split.plan(graph)
+        assert len(plan.all_reduces) == 1
+        for name in names:
+            assert plan[f"blk.0.ffn_{name}_exps.weight"].split.axis == SplitAxis.AXIS_1
+            assert plan[f"blk.0.ffn_{name}_exps.bias"].split.axis == SplitAxis.AXIS_0
+        with graph.compile(split) as compiled, whole.compile("CPU") as expected:
+            wanted = expected(**given)
+            np.testing.assert_allclose(
+                compiled(**given), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
+            )

@@ -76,12 +76,18 @@ class Names:
     output: str
     """The attention's output weight."""
     up: str
-    """Gate and up, of experts too."""
+    """Gate and up, of experts too, with the biases that are a row."""
+    up_biases: str
+    """The biases of experts' gate and up, a row for each expert; "" where there are none."""
     gate_up: str
-    """Gate and up in one."""
+    """Gate and up in one, as `up`."""
+    gate_up_biases: str
+    """As `up_biases`."""
+    wide_up: str
+    """What is gate and up in one by its length alone; "" where nothing is."""
     down: str
-    down_bias: str
-    """The bias of experts' down, "" where there is none."""
+    down_biases: str
+    """The biases of experts' down, "" where there are none."""
     vocabulary: str
     whole: str
     """Embeddings, norms, routers and the biases of row-parallel products."""
@@ -92,10 +98,13 @@ _GGUF = Names(
     cache=r"cache_[kv]_l{n}",
     fused=r"blk\.{n}\.attn_qkv\.(weight|bias)",
     output=r"blk\.{n}\.attn_output\.weight",
-    up=r"blk\.{n}\.ffn_(up|gate)(_exps)?\.(weight|bias)",
-    gate_up=r"blk\.{n}\.(ffn_gate_up(_exps)?|ffn_up)\.(weight|bias)",
+    up=r"blk\.{n}\.ffn_(up|gate)(\.(weight|bias)|_exps\.weight)",
+    up_biases=r"blk\.{n}\.ffn_(up|gate)_exps\.bias",
+    gate_up=r"blk\.{n}\.ffn_gate_up(\.(weight|bias)|_exps\.weight)",
+    gate_up_biases=r"blk\.{n}\.ffn_gate_up_exps\.bias",
+    wide_up=r"blk\.{n}\.ffn_up\.(weight|bias)",
     down=r"blk\.{n}\.ffn_down(_exps)?\.weight",
-    down_bias=r"blk\.{n}\.ffn_down_exps\.bias",
+    down_biases=r"blk\.{n}\.ffn_down_exps\.bias",
     vocabulary=r"output\.weight",
     whole=(
         r"(token_embd|position_embd|token_types|rope_freqs|rope_factors_\w+|.*norm|.*\.ffn_gate_inp)"
@@ -111,12 +120,15 @@ _HUGGING_FACE = Names(
         r"model\.layers\.{n}\.(mlp\.(gate|up)_proj"
         r"|block_sparse_moe\.experts\.\d+\.w[13]|mlp\.experts\.\d+\.(gate|up)_proj)\.(weight|bias)"
     ),
+    up_biases="",
     gate_up=r"model\.layers\.{n}\.mlp\.gate_up_proj\.(weight|bias)",
+    gate_up_biases="",
+    wide_up="",
     down=(
         r"model\.layers\.{n}\.(mlp\.down_proj"
         r"|block_sparse_moe\.experts\.\d+\.w2|mlp\.experts\.\d+\.down_proj)\.weight"
     ),
-    down_bias="",
+    down_biases="",
     vocabulary=r"lm_head\.weight",
     whole=(
         r"model\.embed_tokens\.weight|.*norm\.(weight|bias)|.*\.rotary_emb\..*"
@@ -130,18 +142,21 @@ def rules(
     layers: Sequence[Layer],
     ratios: Sequence[float | Fraction],
     vocabulary: bool,
-    fused_gate: Iterable[int] = (),
+    wide: Iterable[int] = (),
 ) -> Rules:
-    """The rules for a model with these layers; `fused_gate` are those with gate and up in one."""
+    """The rules for a model with these layers; `wide` are those whose `wide_up` it is."""
     parts = _ratios(ratios, "policy")
     n = sum(1 for part in parts if part)
     found: list[Rule] = []
     groups: dict[str, Group] = {}
-    fused = set(fused_gate)
+    wide = set(wide)
+    # a device that has no share of a product leaves out its addend of the bias as well
+    addends = Partial() if all(parts) else Mirror("a device has no share of what it is added to")
     for i, layer in enumerate(layers):
 
         def add(pattern: str, cut: Any, i: int = i) -> None:
-            found.append(Rule(pattern.replace("{n}", str(i)), cut))
+            if pattern:
+                found.append(Rule(pattern.replace("{n}", str(i)), cut))
 
         attention, ffn = layer.attention(n), layer.feed_forward(n)
         if attention is None:
@@ -160,15 +175,21 @@ def rules(
             add(names.fused, Fused(lengths, f"attention {i}"))
             add(names.output, Row(f"attention {i}"))
         if ffn is None:
-            add(f"{names.up}|{names.gate_up}|{names.down}", Mirror("it is too small to be cut"))
+            small = Mirror("it is too small to be cut")
+            biases = names.up_biases, names.gate_up_biases, names.down_biases
+            for pattern in (names.up, names.gate_up, names.down, *biases):
+                add(pattern, small)
         else:
             groups[f"ffn {i}"] = ffn
-            if i in fused:
-                add(names.gate_up, Fused((layer.hidden,) * 2, f"ffn {i}"))
+            twice = (layer.hidden,) * 2
+            if i in wide:
+                add(names.wide_up, Fused(twice, f"ffn {i}"))
+            add(names.gate_up, Fused(twice, f"ffn {i}"))
+            add(names.gate_up_biases, Fused(twice, f"ffn {i}", axis=0))
             add(names.up, Column(f"ffn {i}"))
+            add(names.up_biases, Column(f"ffn {i}", axis=0))
             add(names.down, Row(f"ffn {i}"))
-            if names.down_bias:
-                add(names.down_bias, Partial())
+            add(names.down_biases, addends)
     if vocabulary:
         found.append(Rule(names.vocabulary, Column()))
     found.append(Rule(names.whole, Mirror("each device needs all of it")))
@@ -195,7 +216,7 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
             return 1
         return capi.ggml_blck_size(file.tensors[tensor].type)
 
-    layers, fused = [], []
+    layers, wide = [], []
     for i in range(number("block_count", 0)):
         heads = number("attention.head_count", i)
         kv_heads = number("attention.head_count_kv", i, heads)
@@ -217,11 +238,9 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
             )
         )
         up = file.tensors.get(f"blk.{i}.ffn_up.weight")
-        if f"blk.{i}.ffn_gate_up.weight" in file.tensors or (
-            up is not None and up.ne[1] == 2 * hidden
-        ):
-            fused.append(i)
-    return rules(_GGUF, layers, ratios, "output.weight" in file.tensors, fused)
+        if up is not None and not expert and up.ne[1:] == (2 * hidden,):
+            wide.append(i)
+    return rules(_GGUF, layers, ratios, "output.weight" in file.tensors, wide)
 
 
 def of_hugging_face(
@@ -252,6 +271,5 @@ def of_hugging_face(
         block_size,
     )
     n_layers = number("num_hidden_layers")
-    fused = range(n_layers)  # where there is such a weight
     tied = bool(text.get("tie_word_embeddings", False))
-    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, not tied, fused)
+    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, not tied)

@@ -197,17 +197,24 @@ class Group:
 class Column:
     """Column-parallel: the rows of the weight (axis 1), or the elements of a bias, are shared out.
 
-    `group` names the `Group`; "" is one of the tensor's own.
+    `group` names the `Group`; "" is one of the tensor's own. `axis` is ggml's; None is 1, or 0 for
+    a tensor of one row. The biases of experts have a row for each expert: they need axis 0.
+
+    Raises TypeError and ValueError for another axis than 0 and 1.
     """
 
     group: str = ""
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", _rows_axis(self.axis, "Column"))
 
     def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
-        axis = _rows_of(info)
+        axis = _rows_of(info, self.axis)
         return SplitState.split(axis, shares(self.group, info.ne[axis]))
 
     def __str__(self) -> str:
-        return f"column-parallel{_of(self.group)}"
+        return f"column-parallel{_along(self.axis)}{_of(self.group)}"
 
 
 @dataclass(frozen=True)
@@ -254,17 +261,23 @@ class Partial:
 class Fused:
     """Several column-parallel weights in one: each of `lengths` is a segment, cut as `group` is.
 
-    Segments of equal length in a row are repeats of one where all are equal (gate and up).
+    Segments of equal length in a row are repeats of one where all are equal (gate and up). `axis`
+    is that of `Column`; errors as there.
     """
 
     lengths: tuple[int, ...]
     group: str = ""
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", _rows_axis(self.axis, "Fused"))
 
     def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
-        axis = _rows_of(info)
+        axis = _rows_of(info, self.axis)
         if sum(self.lengths) != info.ne[axis]:
             expected = " + ".join(map(str, self.lengths))
-            raise ValueError(f"{info.name!r} has {info.ne[axis]} rows, expected {expected}")
+            what = "rows" if axis else "elements"
+            raise ValueError(f"{info.name!r} has {info.ne[axis]} {what}, expected {expected}")
         if len(set(self.lengths)) == 1:
             ne, nr = [shares(self.group, self.lengths[0])], [len(self.lengths)]
         else:
@@ -272,15 +285,30 @@ class Fused:
         return SplitState.segments(axis, ne, nr)
 
     def __str__(self) -> str:
-        return f"column-parallel, {len(self.lengths)} fused{_of(self.group)}"
+        return f"column-parallel{_along(self.axis)}, {len(self.lengths)} fused{_of(self.group)}"
 
 
 Shares: TypeAlias = Callable[[str, int], "tuple[int, ...]"]
 Cut: TypeAlias = Column | Row | Mirror | Partial | Fused
 
 
-def _rows_of(info: TensorInfo) -> int:
+def _rows_of(info: TensorInfo, axis: int | None) -> int:
+    if axis is not None:
+        return axis
     return 1 if info.ne[1] > 1 else 0
+
+
+def _rows_axis(axis: object, where: str) -> int | None:
+    if axis is None:
+        return None
+    number = integer(axis, "axis", where)
+    if number not in (0, 1):
+        raise ValueError(f"{where}: axis is {number}, expected 0, 1 or None")
+    return number
+
+
+def _along(axis: int | None) -> str:
+    return "" if axis is None else f" along axis {axis}"
 
 
 def _of(group: str) -> str:
