@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from _models import transformer
 from _release import needs_meta
@@ -210,6 +211,48 @@ def test_experts_that_are_too_small_have_a_rule(path: Path) -> None:
             assert policy.why(tensor, 2) == "it is too small to be cut"
 
 
+NUMBERS = {
+    "general.architecture": "made",
+    "made.block_count": 2,
+    "made.embedding_length": 256,
+    "made.attention.head_count": 8,
+    "made.attention.head_count_kv": 4,
+    "made.feed_forward_length": 512,
+}
+
+
+def made(path: Path, numbers: dict[str, Any], *names: str) -> GGUFFile:
+    """A file with this metadata, and with small tensors of these names."""
+    with GGUFWriter(path) as writer:
+        writer.update(numbers)
+        for name in names:
+            writer.add_tensor(name, np.zeros((4, 4), np.float32))
+    return GGUFFile(path)
+
+
+def test_an_output_that_is_tied_to_the_embedding(path: Path) -> None:
+    embedding, output = weight("token_embd.weight", 256, 100), weight("output.weight", 256, 100)
+    with made(path, NUMBERS, "token_embd.weight") as file:
+        policy = policies.gguf(file, [1, 1])
+    assert policy(embedding, 2) == MIRRORED
+    assert policy.why(embedding, 2) == "tied: it is the output as well"
+    assert policy(output, 2) == SplitState.split(1, [50, 50])  # a copy of one's own
+    with made(path, NUMBERS, "token_embd.weight", "output.weight") as file:
+        policy = policies.gguf(file, [1, 1])
+    assert policy(embedding, 2) == MIRRORED
+    assert policy.why(embedding, 2) == "each device needs all of it"
+    assert policy(output, 2) == SplitState.split(1, [50, 50])
+
+
+def test_a_config_that_ties_output_and_embedding() -> None:
+    for tied, why in ((True, "tied: it is the output as well"), (False, "each device needs all")):
+        policy = policies.hugging_face(CONFIG | {"tie_word_embeddings": tied}, [1, 1])
+        embedding = weight("model.embed_tokens.weight", 256, 100)
+        assert policy(embedding, 2) == MIRRORED
+        assert policy.why(embedding, 2).startswith(why)
+        assert policy(weight("lm_head.weight", 256, 100), 2) == SplitState.split(1, [50, 50])
+
+
 @needs_meta
 def test_a_file_that_is_no_transformer(path: Path) -> None:
     with GGUFWriter(path) as writer:
@@ -250,6 +293,9 @@ def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
     """It has one KV head: attention is whole, the feed-forward parts are shared out."""
     with GGUFFile(gemma) as file:
         policy = policies.gguf(file, [2, 1, 1])
+        embedding = file.tensors["token_embd.weight"]
+        tied = policy.why(weight(embedding.name, *embedding.ne), 3)
+        assert "output.weight" not in file.tensors and tied == "tied: it is the output as well"
         axes: dict[str, set[int]] = {}
         for name, tensor in file.tensors.items():
             kind = int(tensor.type)

@@ -11,7 +11,7 @@ import pytest
 from _models import transformer
 from _release import needs_meta
 
-from ggml_cffi import _split_report, device, rpc
+from ggml_cffi import GGUFFile, GGUFWriter, _split_report, device, rpc
 from ggml_cffi.__main__ import main
 
 pytestmark = needs_meta
@@ -54,6 +54,18 @@ def test_for_people(model: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "4 KV heads are too few for 5 devices" in out
     assert out.count("device ") == 6 and "fits" in out
+
+
+def test_an_output_that_is_tied(model: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "tied.gguf"
+    with GGUFFile(model) as file, GGUFWriter(path) as writer:
+        writer.update(dict(file.metadata))
+        writer.add_tensor("token_embd.weight", file.tensors["token_embd.weight"].numpy())
+    (embedding,) = as_json(capsys, path, "--devices", "CPU,CPU")["tensors"]
+    assert embedding["split"] == "mirrored"
+    assert embedding["why"] == "tied: it is the output as well"
+    assert main(["split", str(path), "--devices", "CPU,CPU"]) == 0
+    assert "mirrored  tied: it is the output as well" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Names:
-    """The patterns of one naming scheme; ``{n}`` is the layer in each but the last two."""
+    """The patterns of one naming scheme; ``{n}`` is the layer in each but the last three."""
 
     columns: str
     """Queries, keys and values, weights and biases, and the sinks of heads."""
@@ -89,6 +89,9 @@ class Names:
     down_biases: str
     """The biases of experts' down, "" where there are none."""
     vocabulary: str
+    """The weight that makes the logits."""
+    embedding: str
+    """What takes its place where the two are tied, so that each device computes all logits."""
     whole: str
     """Embeddings, norms, routers and the biases of row-parallel products."""
 
@@ -106,6 +109,7 @@ _GGUF = Names(
     down=r"blk\.{n}\.ffn_down(_exps)?\.weight",
     down_biases=r"blk\.{n}\.ffn_down_exps\.bias",
     vocabulary=r"output\.weight",
+    embedding=r"token_embd\.weight",
     whole=(
         r"(token_embd|position_embd|token_types|rope_freqs|rope_factors_\w+|.*norm|.*\.ffn_gate_inp)"
         r"\.(weight|bias)|.*\.(attn_output|ffn_down)\.bias"
@@ -130,6 +134,7 @@ _HUGGING_FACE = Names(
     ),
     down_biases="",
     vocabulary=r"lm_head\.weight",
+    embedding=r"model\.embed_tokens\.weight",
     whole=(
         r"model\.embed_tokens\.weight|.*norm\.(weight|bias)|.*\.rotary_emb\..*"
         r"|.*\.gate\.weight|.*\.(o_proj|down_proj)\.bias"
@@ -141,10 +146,13 @@ def rules(
     names: Names,
     layers: Sequence[Layer],
     ratios: Sequence[float | Fraction],
-    vocabulary: bool,
+    tied: bool,
     wide: Iterable[int] = (),
 ) -> Rules:
-    """The rules for a model with these layers; `wide` are those whose `wide_up` it is."""
+    """The rules for a model with these layers; `wide` are those whose `wide_up` it is.
+
+    `tied`: the embedding is the output as well.
+    """
     parts = _ratios(ratios, "policy")
     n = sum(1 for part in parts if part)
     found: list[Rule] = []
@@ -190,8 +198,9 @@ def rules(
             add(names.up_biases, Column(f"ffn {i}", axis=0))
             add(names.down, Row(f"ffn {i}"))
             add(names.down_biases, addends)
-    if vocabulary:
-        found.append(Rule(names.vocabulary, Column()))
+    found.append(Rule(names.vocabulary, Column()))
+    if tied:
+        found.append(Rule(names.embedding, Mirror("tied: it is the output as well")))
     found.append(Rule(names.whole, Mirror("each device needs all of it")))
     return Rules(found, parts, groups)
 
@@ -240,7 +249,7 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
         up = file.tensors.get(f"blk.{i}.ffn_up.weight")
         if up is not None and not expert and up.ne[1:] == (2 * hidden,):
             wide.append(i)
-    return rules(_GGUF, layers, ratios, "output.weight" in file.tensors, wide)
+    return rules(_GGUF, layers, ratios, "output.weight" not in file.tensors, wide)
 
 
 def of_hugging_face(
@@ -272,4 +281,4 @@ def of_hugging_face(
     )
     n_layers = number("num_hidden_layers")
     tied = bool(text.get("tie_word_embeddings", False))
-    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, not tied)
+    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, tied)

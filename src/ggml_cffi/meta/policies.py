@@ -428,7 +428,8 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
     Of a layer's attention each device gets heads, and the KV heads that belong to them; of its
     feed-forward part, and of each expert, it gets a part of the hidden units; of the output it gets
     a part of the vocabulary. Embeddings, norms and routers are mirrored, and so is the attention of
-    a layer with fewer KV heads than devices: that must not use FLASH_ATTN_EXT then.
+    a layer with fewer KV heads than devices: that must not use FLASH_ATTN_EXT then. In a file
+    without output.weight the embedding is the output as well: each device computes all logits.
     The granularities are those of llama.cpp.
 
     A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. There
