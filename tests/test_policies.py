@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_policies_compose() -> None:
 def test_rules_that_cannot_be(rules: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         policies.Rules(rules, [1, 1])
+
+
+def test_groups_by_what_the_expression_found() -> None:
+    """A brace in a name stands for itself."""
+    rules = policies.Rules(
+        [
+            policies.Rule(r"l(?P<layer>\d+)\.up", policies.Column("{ffn {layer}")),
+            policies.Rule("down", policies.Row("{other}")),
+        ],
+        [1, 1],
+        {"{ffn 0": policies.Group(64.0, 32.0), "{other}": policies.Group(8)},  # type: ignore[arg-type]
+    )
+    state = rules(weight("l0.up", 8, 64), 2)
+    assert state == SplitState.split(1, [32, 32]) and all(type(n) is int for n in state.ne)
+    assert rules(weight("down", 8, 64), 2) == SplitState.split(0, [4, 4])
 
 
 def test_a_group_leaves_no_device_without_a_share() -> None:
@@ -211,6 +227,13 @@ def test_experts_that_are_too_small_have_a_rule(path: Path) -> None:
             assert policy.why(tensor, 2) == "it is too small to be cut"
 
 
+CONFIG = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+}
 NUMBERS = {
     "general.architecture": "made",
     "made.block_count": 2,
@@ -244,6 +267,127 @@ def test_an_output_that_is_tied_to_the_embedding(path: Path) -> None:
     assert policy(output, 2) == SplitState.split(1, [50, 50])
 
 
+COUNT, ABOVE = "expected an integer of 0 or more", "expected an integer of 1 or more"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("attention.head_count", [8], "has 1 numbers, expected one for each of 2 layers"),
+        ("feed_forward_length", [512], "has 1 numbers, expected one for each of 2 layers"),
+        ("attention.head_count", [8, -8], rf"is -8 \(int\), {COUNT}"),
+        ("attention.head_count", [8.0, 8.0], rf"is 8.0 \(float\), {COUNT}"),
+        ("attention.head_count_kv", [True, True], rf"is True \(bool\), {COUNT}"),
+        ("attention.head_count", [[8], [8]], rf"is .*GGUFArray.*, {COUNT}"),
+        ("attention.head_count_kv", -1, rf"is -1 \(int\), {COUNT}"),
+        ("attention.key_length", 0, rf"is 0 \(int\), {ABOVE}"),
+        ("attention.value_length", -32, rf"is -32 \(int\), {ABOVE}"),
+        ("embedding_length", 0, rf"is 0 \(int\), {ABOVE}"),
+        ("embedding_length", [256, 256], rf"is .*GGUFArray.*, {ABOVE}"),
+        ("feed_forward_length", -512, rf"is -512 \(int\), {COUNT}"),
+        ("feed_forward_length", 512.0, rf"is 512.0 \(float\), {COUNT}"),
+        ("feed_forward_length", "512", rf"is '512' \(str\), {COUNT}"),
+        ("expert_feed_forward_length", False, rf"is False \(bool\), {COUNT}"),
+        ("block_count", True, rf"is True \(bool\), {ABOVE}"),
+        ("block_count", 0, rf"is 0 \(int\), {ABOVE}"),
+        ("block_count", -2, rf"is -2 \(int\), {ABOVE}"),
+        ("block_count", [2, 2], rf"is .*GGUFArray.*, {ABOVE}"),
+        ("block_count", 2**32 - 1, "is 4294967295, expected at most 1024 layers"),
+    ],
+)
+def test_metadata_without_sense(path: Path, key: str, value: Any, text: str) -> None:
+    tensors = [f"blk.{i}.ffn_down_exps.weight" for i in range(2)]
+    file = made(path, NUMBERS | {f"made.{key}": value}, *tensors)
+    with file, pytest.raises(ValueError, match=rf"model\.gguf: made\.{key} {text}"):
+        policies.gguf(file, [1, 1])
+
+
+def test_what_stands_in_for_numbers_that_a_file_lacks(path: Path) -> None:
+    file = made(path, NUMBERS | {"made.attention.head_count": 512})  # of 256 elements
+    with file, pytest.raises(ValueError, match=r"no number made\.attention\.key_length"):
+        policies.gguf(file, [1, 1])
+    for architecture in ({}, {"general.architecture": 7}):
+        numbers = {key: value for key, value in NUMBERS.items() if key.startswith("made")}
+        file = made(path, numbers | architecture)
+        with file, pytest.raises(ValueError, match=r"model\.gguf has no general\.architecture"):
+            policies.gguf(file, [1, 1])
+
+
+def test_a_layer_of_numbers_of_its_own(path: Path) -> None:
+    """Some layers of hybrid models have no attention, or no KV heads."""
+    for heads, kv_heads, why in (
+        (0, 0, "0 KV heads are too few for 2 devices"),
+        (8, 0, "0 KV heads are too few for 2 devices"),
+        (0, 4, "0 heads are too few for 4 KV heads"),
+    ):
+        own = {
+            "made.attention.head_count": [8, heads],
+            "made.attention.head_count_kv": [4, kv_heads],
+            "made.feed_forward_length": [512, 0],
+        }
+        with made(path, NUMBERS | own) as file:
+            policy = policies.gguf(file, [1, 1])
+        q = "attn_q.weight", 256, 256
+        assert policy(weight(f"blk.0.{q[0]}", *q[1:]), 2) == SplitState.split(1, [128, 128])
+        assert policy(weight(f"blk.1.{q[0]}", *q[1:]), 2) == MIRRORED
+        assert policy.why(weight(f"blk.1.{q[0]}", *q[1:]), 2) == why
+        up = weight("blk.1.ffn_up.weight", 256, 512)
+        assert policy.why(up, 2) == "it is too small to be cut"
+
+
+@pytest.mark.parametrize("key", [*CONFIG, "head_dim", "moe_intermediate_size"])
+@pytest.mark.parametrize("value", [0, -1, True, 8.0, "8", [8, 8], {}])
+def test_configs_without_sense(key: str, value: Any) -> None:
+    for config in (CONFIG | {key: value}, {"text_config": CONFIG | {key: value}}):
+        with pytest.raises(ValueError, match=rf"config: {key} is .*, {ABOVE}"):
+            policies.hugging_face(config, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000.*0, expected at most 1024"),
+        ({"num_attention_heads": 512}, "config has no number 'head_dim'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'.*true or false"),
+        ({"text_config": [1]}, r"text_config is \[1\] \(list\), expected a mapping"),
+    ],
+)
+def test_other_configs_without_sense(more: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        policies.hugging_face(CONFIG | more, [1, 1])
+
+
+def test_nulls_of_a_config_are_left_out() -> None:
+    nulls = {"text_config": None, "head_dim": None, "tie_word_embeddings": None}
+    found = policies.hugging_face(CONFIG | nulls, [1, 1])
+    assert str(found) == str(policies.hugging_face(CONFIG, [1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("size", "error"), [(0, ValueError), (-32, ValueError), (1.5, ValueError), ("32", TypeError)]
+)
+def test_block_sizes_without_sense(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"block_size is .*, expected"):
+        policies.hugging_face(CONFIG, [1, 1], size)
+
+
+HUGE = [10**400, 10**5000, -(10**400), Fraction(10**400), Fraction(10**5000, 3)]
+
+
+@pytest.mark.parametrize("ratio", HUGE, ids=range(len(HUGE)))
+def test_ratios_that_no_float_holds(path: Path, ratio: Any) -> None:
+    with made(path, NUMBERS) as file:
+        for make in (
+            lambda ratios: policies.by_ratio(1, ratios),
+            lambda ratios: policies.Rules([], ratios),
+            lambda ratios: policies.Group(8).shares(ratios, 8),
+            lambda ratios: policies.gguf(file, ratios),
+            lambda ratios: policies.hugging_face(CONFIG, ratios),
+        ):
+            with pytest.raises(ValueError, match=r"ratio 1 is .*, expected 0 or more, finite"):
+                make([1, ratio])
+
+
 def test_a_config_that_ties_output_and_embedding() -> None:
     for tied, why in ((True, "tied: it is the output as well"), (False, "each device needs all")):
         policy = policies.hugging_face(CONFIG | {"tie_word_embeddings": tied}, [1, 1])
@@ -259,15 +403,6 @@ def test_a_file_that_is_no_transformer(path: Path) -> None:
         writer.set("general.architecture", "made")
     with GGUFFile(path) as file, pytest.raises(ValueError, match=r"no number made\.block_count"):
         policies.gguf(file, [1, 1])
-
-
-CONFIG = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-}
 
 
 def test_names_of_hugging_face() -> None:
@@ -329,6 +464,30 @@ def test_every_weight_of_a_real_model_fits(gemma: Path) -> None:
         ),
         (lambda: policies.Column(axis=2), ValueError, "Column: axis is 2, expected 0, 1 or None"),
         (lambda: policies.Fused((1,), axis="0"), TypeError, "Fused: axis is '0'"),
+        (lambda: policies.Fused((8, 0)), ValueError, r"lengths\[1\] is 0, expected at least 1"),
+        (lambda: policies.Fused((8, 2.5)), ValueError, r"lengths\[1\] is 2.5"),
+        (lambda: policies.Fused(8), TypeError, "Fused: lengths is 8"),
+        (lambda: policies.Fused(()), ValueError, "Fused: there are no lengths"),
+        (
+            lambda: policies.Rules([], [1], {"ffn": 8}),
+            TypeError,
+            "Rules: group 'ffn' is 8 .*, expected a Group",
+        ),
+        (
+            lambda: policies.Rules([policies.Rule("w", policies.Row("ffn {layer}"))], [1]),
+            ValueError,
+            "w: row-parallel in ffn {layer} has no group of the expression named 'layer'",
+        ),
+        (
+            lambda: policies.Rules([policies.Rule("w", policies.Row(3))], [1]),
+            TypeError,
+            "the group of 'w' is 3 .*, expected a string",
+        ),
+        (
+            lambda: policies.Rules([policies.Rule(7, policies.Row())], [1]),
+            TypeError,
+            "a pattern is 7 .*, expected a string",
+        ),
         (lambda: policies.gguf("m.gguf", [1]), TypeError, "file is 'm.gguf'.*expected a GGUFFile"),
         (lambda: policies.hugging_face("c.json", [1]), TypeError, "expected a mapping"),
     ],

@@ -130,6 +130,17 @@ def test_what_is_no_model(tmp_path: Path, capsys: Any) -> None:
         assert text in capsys.readouterr().err
 
 
+def test_metadata_without_sense(model: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "short.gguf"
+    with GGUFFile(model) as file, GGUFWriter(path) as writer:
+        writer.update(dict(file.metadata) | {"made.block_count": 2})
+        writer.set("made.attention.head_count", [8])
+    with pytest.raises(SystemExit) as ended:
+        main(["split", str(path), "--devices", "CPU"])
+    assert ended.value.code == 2
+    assert "made.attention.head_count has 1 numbers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("n", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
 )

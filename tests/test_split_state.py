@@ -431,6 +431,8 @@ def test_by_ratio(tensor, axis, ratios, granularity, ne):
         (1, [1, -1], 1, ValueError),
         (1, [1, float("nan")], 1, ValueError),
         (1, [1, float("inf")], 1, ValueError),
+        (1, [1, 10**400], 1, ValueError),
+        (1, [1, Fraction(10**5000, 3)], 1, ValueError),
         (1, [1] * 17, 1, ValueError),
         (1, [1, 1], 0, ValueError),
         (1, [1, 1], 1.5, ValueError),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from ._numbers import ratios as _ratios
+from ._numbers import describe, integer, show
+from ._split import ratios as _ratios
 from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: A feed-forward part is cut on multiples of this, whatever its type, as llama.cpp has it.
 FFN_STEP = 128
+#: No model has so many; llama.cpp takes half of them.
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Layer:
         The group's length is in query rows. A share is whole KV heads with their queries, and
         whole blocks of the output weight, which is cut along with the values.
         """
-        if self.kv_heads < n or self.heads % self.kv_heads:
+        if self.kv_heads < n or self.heads < self.kv_heads or self.heads % self.kv_heads:
             return None
         per_group = self.heads // self.kv_heads
         rows, columns = per_group * self.key_length, per_group * self.value_length
@@ -51,6 +54,8 @@ class Layer:
         """Why the attention is not cut for so many devices."""
         if self.kv_heads < n:
             return f"{self.kv_heads} KV heads are too few for {n} devices"
+        if self.heads < self.kv_heads:
+            return f"{self.heads} heads are too few for {self.kv_heads} KV heads"
         if self.heads % self.kv_heads:
             return f"{self.heads} heads are no multiple of {self.kv_heads} KV heads"
         return f"{self.kv_heads} KV heads have too few whole blocks for {n} devices"
@@ -205,31 +210,57 @@ def rules(
     return Rules(found, parts, groups)
 
 
+def _checked(value: object, name: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {describe(value)}, expected an integer of {least} or more")
+    return value
+
+
+def _layers(value: object, name: str) -> int:
+    n = _checked(value, name, 1)
+    if n > MAX_LAYERS:
+        raise ValueError(f"{name} is {show(n)}, expected at most {MAX_LAYERS} layers")
+    return n
+
+
 def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
     """What `policies.gguf` does."""
     from .. import capi
+    from ..gguf import GGUFArray
 
     metadata, name = file.metadata, file.name
     architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ValueError(f"{name} has no general.architecture in its metadata")
 
-    def number(key: str, layer: int, default: int | None = None) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if value is not None and not isinstance(value, (int, str)):
-            value = list(value)[layer]  # one for each layer
-        if not isinstance(value, int) or isinstance(value, bool):
+    def found(key: str, default: int | None = None) -> object:
+        value: object = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
             raise ValueError(f"{name} has no number {architecture}.{key} in its metadata")
         return value
+
+    def number(key: str, layer: int, default: int | None = None, least: int = 0) -> int:
+        value, what = found(key, default), f"{name}: {architecture}.{key}"
+        if isinstance(value, GGUFArray):  # one for each layer
+            if len(value) < n_layers:
+                expected = f"one for each of {n_layers} layers"
+                raise ValueError(f"{what} has {len(value)} numbers, expected {expected}")
+            value = value[layer]
+        return _checked(value, what, least)
 
     def block(tensor: str) -> int:
         if tensor not in file.tensors:
             return 1
         return capi.ggml_blck_size(file.tensors[tensor].type)
 
+    n_layers = _layers(found("block_count"), f"{name}: {architecture}.block_count")
+    width = found("embedding_length")
+    width = _checked(width, f"{name}: {architecture}.embedding_length", 1)
     layers, wide = [], []
-    for i in range(number("block_count", 0)):
+    for i in range(n_layers):
         heads = number("attention.head_count", i)
         kv_heads = number("attention.head_count_kv", i, heads)
-        length = number("embedding_length", i) // max(heads, 1)
+        length = width // max(heads, 1) or None
         down = f"blk.{i}.ffn_down"
         expert = f"{down}_exps.weight" in file.tensors
         hidden = number("feed_forward_length", i)
@@ -239,8 +270,8 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
             Layer(
                 heads,
                 kv_heads,
-                number("attention.key_length", i, length),
-                number("attention.value_length", i, length),
+                number("attention.key_length", i, length, 1),
+                number("attention.value_length", i, length, 1),
                 hidden,
                 block(f"blk.{i}.attn_output.weight"),
                 block(f"{down}_exps.weight" if expert else f"{down}.weight"),
@@ -256,19 +287,22 @@ def of_hugging_face(
     config: Mapping[str, object], ratios: Sequence[float | Fraction], block_size: int
 ) -> Rules:
     """What `policies.hugging_face` does."""
-    text = config.get("text_config", config)  # of models that also see or hear
+    if integer(block_size, "block_size", "policy") < 1:
+        raise ValueError(f"policy: block_size is {block_size}, expected at least 1")
+    text = config.get("text_config")  # of models that also see or hear
+    text = config if text is None else text
     if not isinstance(text, Mapping):
-        raise ValueError("config has a text_config that is no mapping")
+        raise ValueError(f"config: text_config is {describe(text)}, expected a mapping")
 
     def number(key: str, default: int | None = None) -> int:
         value = text.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool):
+        if value is None:
             raise ValueError(f"config has no number {key!r}")
-        return value
+        return _checked(value, f"config: {key}", 1)
 
     heads = number("num_attention_heads")
-    length = number("head_dim", number("hidden_size") // heads)
+    length = number("head_dim", number("hidden_size") // heads or None)
     hidden = number("intermediate_size")
     layer = Layer(
         heads,
@@ -276,9 +310,12 @@ def of_hugging_face(
         length,
         length,
         number("moe_intermediate_size", hidden),
-        block_size,
-        block_size,
+        int(block_size),
+        int(block_size),
     )
-    n_layers = number("num_hidden_layers")
-    tied = bool(text.get("tie_word_embeddings", False))
-    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, tied)
+    n_layers = _layers(number("num_hidden_layers"), "config: num_hidden_layers")
+    tied = text.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        expected = "true or false"
+        raise ValueError(f"config: tie_word_embeddings is {describe(tied)}, expected {expected}")
+    return rules(_HUGGING_FACE, [layer] * n_layers, ratios, bool(tied))

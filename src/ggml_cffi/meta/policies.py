@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeAlias
 
-from ._numbers import integer
-from ._numbers import ratios as _ratios
+from ._numbers import describe, integer, integers
 from ._split import MAX_DEVICES, SplitAxis, SplitState, TensorInfo, check_answer, cut
+from ._split import ratios as _ratios
 
 if TYPE_CHECKING:
     from ..gguf import GGUFFile
@@ -161,8 +161,10 @@ class Group:
 
     def __post_init__(self) -> None:
         for name in ("length", "granularity"):
-            if integer(getattr(self, name), name, "Group") < 1:
-                raise ValueError(f"Group: {name} is {getattr(self, name)}, expected at least 1")
+            number = integer(getattr(self, name), name, "Group")
+            if number < 1:
+                raise ValueError(f"Group: {name} is {number}, expected at least 1")
+            object.__setattr__(self, name, number)
 
     def shares(self, ratios: Ratios, length: int, where: str = "group") -> tuple[int, ...]:
         """How much of an axis of `length` each device gets.
@@ -262,7 +264,10 @@ class Fused:
     """Several column-parallel weights in one: each of `lengths` is a segment, cut as `group` is.
 
     Segments of equal length in a row are repeats of one where all are equal (gate and up). `axis`
-    is that of `Column`; errors as there.
+    is that of `Column`.
+
+    Raises TypeError and ValueError for lengths that are no integers from 1 on, and for another axis
+    than 0 and 1.
     """
 
     lengths: tuple[int, ...]
@@ -270,6 +275,13 @@ class Fused:
     axis: int | None = None
 
     def __post_init__(self) -> None:
+        lengths = integers(self.lengths, "lengths", "Fused")
+        if not lengths:
+            raise ValueError("Fused: there are no lengths, expected at least 1")
+        for i, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"Fused: lengths[{i}] is {length}, expected at least 1")
+        object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "axis", _rows_axis(self.axis, "Fused"))
 
     def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
@@ -336,7 +348,8 @@ class Rules(Policy):
     `ratios` are the devices' parts, one each. `groups` are the `Group`s that rules name.
 
     Raises ValueError for a pattern that is no regular expression and for a rule whose group is not
-    there, TypeError for what is no rule, TypeError and ValueError for ratios as `by_ratio` does.
+    there, TypeError for what is no rule or no group, TypeError and ValueError for ratios as
+    `by_ratio` does.
     """
 
     rules: tuple[Rule, ...]
@@ -351,6 +364,9 @@ class Rules(Policy):
         object.__setattr__(self, "groups", dict(groups or {}))
         if len(self.ratios) > MAX_DEVICES:
             raise ValueError(f"Rules: {len(self.ratios)} ratios, expected 1 to {MAX_DEVICES}")
+        for name, one in self.groups.items():
+            if not isinstance(one, Group):
+                raise TypeError(f"Rules: group {name!r} is {describe(one)}, expected a Group")
         compiled = []
         for rule in self.rules:
             if not isinstance(rule, Rule):
@@ -360,12 +376,17 @@ class Rules(Policy):
                 raise TypeError(
                     f"Rules: the cut of {rule.pattern!r} is {rule.cut!r}, expected {expected}"
                 )
-            try:
-                compiled.append((re.compile(rule.pattern), rule.cut))
-            except re.error as error:
-                raise ValueError(f"Rules: {rule.pattern!r} is no expression: {error}") from None
+            compiled.append((_expression(rule), rule.cut))
             group = getattr(rule.cut, "group", "")
-            if group and "{layer}" not in group and group not in self.groups:
+            if not isinstance(group, str):
+                raise TypeError(
+                    f"Rules: the group of {rule.pattern!r} is {describe(group)}, expected a string"
+                )
+            if _LAYER in group:
+                if "layer" not in compiled[-1][0].groupindex:
+                    expected = "no group of the expression named 'layer'"
+                    raise ValueError(f"Rules: {rule} has {expected}")
+            elif group and group not in self.groups:
                 raise ValueError(f"Rules: {rule} names a group that is not there")
         object.__setattr__(self, "_compiled", tuple(compiled))
 
@@ -382,7 +403,7 @@ class Rules(Policy):
             if not group:
                 unit = info.block_size if isinstance(chosen, Row) else 1
                 return Group(length, unit).shares(self.ratios, length, where)
-            name = group.format_map(match.groupdict())
+            name = group.replace(_LAYER, str(match["layer"])) if _LAYER in group else group
             if name not in self.groups:
                 raise ValueError(f"{where}: there is no group {name!r}")
             return self.groups[name].shares(self.ratios, length, where)
@@ -410,6 +431,18 @@ class Rules(Policy):
         return "\n".join([f"parts {_told(self.ratios)}", *map(str, self.rules)])
 
 
+_LAYER = "{layer}"
+
+
+def _expression(rule: Rule) -> re.Pattern[str]:
+    if not isinstance(rule.pattern, str):
+        raise TypeError(f"Rules: a pattern is {describe(rule.pattern)}, expected a string")
+    try:
+        return re.compile(rule.pattern)
+    except re.error as error:
+        raise ValueError(f"Rules: {rule.pattern!r} is no expression: {error}") from None
+
+
 def _told(ratios: Iterable[Fraction]) -> str:
     return " : ".join(f"{float(one):g}" for one in ratios)
 
@@ -435,8 +468,10 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
     A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. There
     is no rule for other names: ``gguf(...) | policy`` asks another, else they are mirrored.
 
-    Raises ValueError for a file without the numbers of a transformer in its metadata, TypeError and
-    ValueError for ratios as `by_ratio` does, TypeError for what is no GGUFFile.
+    Raises ValueError for a file that lacks the numbers of a transformer in its metadata or has
+    others there than there can be (negative ones, more than 1024 layers, too few in an array for
+    the layers), TypeError and ValueError for ratios as `by_ratio` does, TypeError for what is no
+    GGUFFile.
     """
     from ..gguf import GGUFFile
     from ._models import of_gguf
@@ -455,8 +490,9 @@ def hugging_face(config: Mapping[str, object], ratios: Ratios, block_size: int =
     the weights' type, if they have been quantised. The names are those of Llama, Mistral, Qwen,
     Gemma, Phi-3 and Mixtral; the cuts, and what is mirrored, are as in `gguf`.
 
-    Raises ValueError where one of the numbers is missing and has no default, TypeError and
-    ValueError for ratios as `by_ratio` does, TypeError for what is no mapping.
+    Raises ValueError where one of the numbers is missing and has no default, or is no integer from
+    1 on, and for more than 1024 layers; TypeError and ValueError for ratios as `by_ratio` does and
+    for a block size below 1, TypeError for what is no mapping.
     """
     from ._models import of_hugging_face
 
