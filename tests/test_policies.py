@@ -38,6 +38,26 @@ def test_everything_by_ratio() -> None:
         policy(weight("w", 8, 16), 3)
 
 
+@pytest.mark.parametrize("length", [4, 5, 7, 1000, 1001])
+def test_the_last_device_takes_the_rest(length: int) -> None:
+    policy, tensor = policies.by_ratio(1, [1, 1], granularity=2), weight("w", 8, length)
+    first = length // 2 // 2 * 2
+    assert policy(tensor, 2) == SplitState.split(1, [first, length - first])
+    assert policy(tensor, 2) == SplitState.by_ratio(tensor, 1, [1, 1], 2)
+    assert policy.why(tensor, 2) == "by ratio along axis 1"
+
+
+def test_parts_are_of_whole_blocks_along_axis_0() -> None:
+    """Multiples of 48 elements and of blocks of 256 are multiples of 768."""
+    policy = policies.by_ratio(0, [1, 1], granularity=48)
+    wide = weight("w", 1792, 8, kind=Q4_K, block_size=256)
+    assert policy(wide, 2) == SplitState.split(0, [768, 1024])
+    assert policy.why(wide, 2) == "by ratio along axis 0"
+    narrow = weight("w", 1280, 8, kind=Q4_K, block_size=256)
+    assert policy(narrow, 2) == MIRRORED
+    assert policy.why(narrow, 2) == "axis 0 has no two parts of 768"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

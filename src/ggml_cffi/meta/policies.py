@@ -110,15 +110,17 @@ class _ByRatio(Policy):
 
     def find(self, info: TensorInfo, n_devs: int) -> SplitState | None:
         _check_count(self.ratios, n_devs)
-        unit = math.lcm(self.granularity, info.block_size if self.axis == 0 else 1)
-        if info.ne[self.axis] < 2 * unit or info.ne[self.axis] % unit:
+        if info.ne[self.axis] < 2 * self._unit(info):
             return None
         return SplitState.by_ratio(info, self.axis, self.ratios, self.granularity)
 
     def why(self, info: TensorInfo, n_devs: int) -> str:
         if self.find(info, n_devs) is None:
-            return f"axis {self.axis} has no two parts of {self.granularity}"
+            return f"axis {self.axis} has no two parts of {self._unit(info)}"
         return f"by ratio along axis {self.axis}"
+
+    def _unit(self, info: TensorInfo) -> int:
+        return math.lcm(self.granularity, info.block_size if self.axis == 0 else 1)
 
     def __str__(self) -> str:
         return f"everything: axis {self.axis}, {_told(self.ratios)}"
@@ -127,8 +129,9 @@ class _ByRatio(Policy):
 def by_ratio(axis: int, ratios: Ratios, granularity: int = 1) -> Policy:
     """Every tensor cut along an axis (ggml's order) in the proportion of `ratios`.
 
-    Cuts are on multiples of `granularity`, and of the block of the type along axis 0. What is too
-    small to be cut so has no rule: it is mirrored.
+    Cuts are on multiples of `granularity`, and of the block of the type along axis 0; the last
+    device takes the rest, as in `SplitState.by_ratio`. A tensor whose axis is shorter than two
+    such parts has no rule: it is mirrored.
 
     Raises TypeError and ValueError for what is no axis from 0 to 2, for ratios that are negative,
     not finite or all 0, and for a granularity below 1.
@@ -188,11 +191,6 @@ class Group:
                 found[j] += self.granularity
                 found[largest] -= self.granularity
         return found
-
-    @property
-    def parts(self) -> int:
-        """How many devices it can be cut for, each with a share."""
-        return self.length // self.granularity
 
 
 @dataclass(frozen=True)
