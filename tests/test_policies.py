@@ -355,6 +355,40 @@ def test_a_layer_of_numbers_of_its_own(path: Path) -> None:
         assert policy.why(up, 2) == "it is too small to be cut"
 
 
+@pytest.mark.parametrize("n", [1, 2, 10, 11, 18, 32, 126, 1024])
+def test_equal_layers_are_printed_once(n: int) -> None:
+    policy = policies.hugging_face(CONFIG | {"num_hidden_layers": n}, [1, 1])
+    assert len(str(policy).splitlines()) == 10
+    for i in range(n):
+        up = weight(f"model.layers.{i}.mlp.up_proj.weight", 256, 512)
+        assert policy.find(up, 2) == SplitState.split(1, [256, 256])
+        assert policy.why(up, 2) == f"column-parallel in ffn {i}"
+    for i in (n, n + 1, 10 * n, 10 * n + 9, n + 1000, "00", "01", "-1", ""):
+        up = weight(f"model.layers.{i}.mlp.up_proj.weight", 256, 512)
+        assert policy.find(up, 2) is None
+
+
+def test_the_numbers_of_equal_layers_are_an_expression(path: Path) -> None:
+    with made(path, NUMBERS | {"made.block_count": 18}) as file:
+        lines = str(policies.gguf(file, [1, 1])).splitlines()
+    assert r"cache_[kv]_l(?P<layer>[0-9]|1[0-7]): row-parallel in attention {layer}" in lines
+    policy = policies.hugging_face(CONFIG | {"num_hidden_layers": 126}, [1, 1])
+    assert "cache_[kv]_l(?P<layer>[0-9]|([1-9]|1[01])[0-9]|12[0-5])" in str(policy)
+
+
+def test_layers_that_differ_have_rules_of_their_own(path: Path) -> None:
+    own = {"made.block_count": 30, "made.feed_forward_length": [512, 512, 256] * 10}
+    with made(path, NUMBERS | own) as file:
+        policy = policies.gguf(file, [1, 1])
+    assert len(str(policy).splitlines()) < 30
+    for i in range(30):
+        half = 128 if i % 3 == 2 else 256
+        up = weight(f"blk.{i}.ffn_up.weight", 256, 2 * half)
+        assert policy(up, 2) == SplitState.split(1, [half, half])
+        assert policy.why(up, 2) == f"column-parallel in ffn {i}"
+        assert policy(weight(f"cache_v_l{i}", 128, 9), 2) == SplitState.split(0, [64, 64])
+
+
 @pytest.mark.parametrize("key", [*CONFIG, "head_dim", "moe_intermediate_size"])
 @pytest.mark.parametrize("value", [0, -1, True, 8.0, "8", [8, 8], {}])
 def test_configs_without_sense(key: str, value: Any) -> None:

@@ -156,7 +156,7 @@ def rules(
 ) -> Rules:
     """The rules for a model with these layers; `wide` are those whose `wide_up` it is.
 
-    `tied`: the embedding is the output as well.
+    `tied`: the embedding is the output as well. Layers that are equal share their rules.
     """
     parts = _ratios(ratios, "policy")
     n = sum(1 for part in parts if part)
@@ -165,11 +165,14 @@ def rules(
     wide = set(wide)
     # a device that has no share of a product leaves out its addend of the bias as well
     addends = Partial() if all(parts) else Mirror("a device has no share of what it is added to")
+    equal: dict[tuple[Layer, bool], list[int]] = {}
     for i, layer in enumerate(layers):
+        equal.setdefault((layer, i in wide), []).append(i)
+    for (layer, is_wide), numbers in equal.items():
 
-        def add(pattern: str, cut: Any, i: int = i) -> None:
+        def add(pattern: str, cut: Any, these: str = f"(?P<layer>{_any_of(numbers)})") -> None:
             if pattern:
-                found.append(Rule(pattern.replace("{n}", str(i)), cut))
+                found.append(Rule(pattern.replace("{n}", these), cut))
 
         attention, ffn = layer.attention(n), layer.feed_forward(n)
         if attention is None:
@@ -177,37 +180,59 @@ def rules(
             for pattern in (names.columns, names.cache, names.fused, names.output):
                 add(pattern, why)
         else:
-            groups[f"attention {i}"] = attention
+            groups |= {f"attention {i}": attention for i in numbers}
             lengths = (
                 layer.heads * layer.key_length,
                 layer.kv_heads * layer.key_length,
                 layer.kv_heads * layer.value_length,
             )
-            add(names.columns, Column(f"attention {i}"))
-            add(names.cache, Row(f"attention {i}"))
-            add(names.fused, Fused(lengths, f"attention {i}"))
-            add(names.output, Row(f"attention {i}"))
+            add(names.columns, Column("attention {layer}"))
+            add(names.cache, Row("attention {layer}"))
+            add(names.fused, Fused(lengths, "attention {layer}"))
+            add(names.output, Row("attention {layer}"))
         if ffn is None:
             small = Mirror("it is too small to be cut")
             biases = names.up_biases, names.gate_up_biases, names.down_biases
             for pattern in (names.up, names.gate_up, names.down, *biases):
                 add(pattern, small)
         else:
-            groups[f"ffn {i}"] = ffn
+            groups |= {f"ffn {i}": ffn for i in numbers}
             twice = (layer.hidden,) * 2
-            if i in wide:
-                add(names.wide_up, Fused(twice, f"ffn {i}"))
-            add(names.gate_up, Fused(twice, f"ffn {i}"))
-            add(names.gate_up_biases, Fused(twice, f"ffn {i}", axis=0))
-            add(names.up, Column(f"ffn {i}"))
-            add(names.up_biases, Column(f"ffn {i}", axis=0))
-            add(names.down, Row(f"ffn {i}"))
+            if is_wide:
+                add(names.wide_up, Fused(twice, "ffn {layer}"))
+            add(names.gate_up, Fused(twice, "ffn {layer}"))
+            add(names.gate_up_biases, Fused(twice, "ffn {layer}", axis=0))
+            add(names.up, Column("ffn {layer}"))
+            add(names.up_biases, Column("ffn {layer}", axis=0))
+            add(names.down, Row("ffn {layer}"))
             add(names.down_biases, addends)
     found.append(Rule(names.vocabulary, Column()))
     if tied:
         found.append(Rule(names.embedding, Mirror("tied: it is the output as well")))
     found.append(Rule(names.whole, Mirror("each device needs all of it")))
     return Rules(found, parts, groups)
+
+
+def _any_of(numbers: Iterable[int]) -> str:
+    """An expression for numbers in ascending order, such as ``[0-9]|1[0-7]``."""
+    last: dict[int, str] = {}  # digits, by what is before them
+    for number in numbers:
+        last[number // 10] = last.get(number // 10, "") + str(number % 10)
+    found = [_one_of(last.pop(0))] if 0 in last else []
+    before: dict[str, list[int]] = {}
+    for first, digits in last.items():
+        before.setdefault(digits, []).append(first)
+    for digits, firsts in before.items():
+        head = _any_of(firsts)
+        found.append((f"({head})" if "|" in head else head) + _one_of(digits))
+    return "|".join(found)
+
+
+def _one_of(digits: str) -> str:
+    if len(digits) == 1:
+        return digits
+    in_a_row = len(digits) > 2 and int(digits[-1]) - int(digits[0]) == len(digits) - 1
+    return f"[{digits[0]}-{digits[-1]}]" if in_a_row else f"[{digits}]"
 
 
 def _checked(value: object, name: str, least: int) -> int:

@@ -401,7 +401,7 @@ class Rules(Policy):
             if not group:
                 unit = info.block_size if isinstance(chosen, Row) else 1
                 return Group(length, unit).shares(self.ratios, length, where)
-            name = group.replace(_LAYER, str(match["layer"])) if _LAYER in group else group
+            name = _in_layer(group, match)
             if name not in self.groups:
                 raise ValueError(f"{where}: there is no group {name!r}")
             return self.groups[name].shares(self.ratios, length, where)
@@ -413,8 +413,10 @@ class Rules(Policy):
         found = self._rule(info)
         if found is None:
             return "no rule names it"
-        chosen = found[1]
-        return chosen.why if isinstance(chosen, Mirror) and chosen.why else str(chosen)
+        match, chosen = found
+        if isinstance(chosen, Mirror) and chosen.why:
+            return chosen.why
+        return _in_layer(str(chosen), match)
 
     def _rule(self, info: TensorInfo) -> tuple[re.Match[str], Cut] | None:
         compiled: tuple[tuple[re.Pattern[str], Cut], ...]
@@ -430,6 +432,10 @@ class Rules(Policy):
 
 
 _LAYER = "{layer}"
+
+
+def _in_layer(group: str, match: re.Match[str]) -> str:
+    return group.replace(_LAYER, str(match["layer"])) if _LAYER in group else group
 
 
 def _expression(rule: Rule) -> re.Pattern[str]:
