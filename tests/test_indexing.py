@@ -254,9 +254,8 @@ def test_the_way_out_of_gaps_is_told():
     told = r"a 'a \(view\)' is .*is_contiguous\(a\).*; it has gaps .*, and ops.cont gives"
     with pytest.raises(OperandError, match=told):
         ops.soft_max(part)
-    computed = Graph(ops.scale(part, 2)).compile(CPU, 1)
-    with pytest.raises(ValueError, match=r"SCALE .*: of copies without gaps it could"):
-        computed()
+    with pytest.raises(ValueError, match=r"CPU cannot .*SCALE .*: of copies without gaps it could"):
+        Graph(ops.scale(part, 2)).compile(CPU, 1)
     wide = ops.argsort(ops.cast(part, "f16"))
     with pytest.raises(ValueError, match=r"ARGSORT .*f16\[2,2,1,1\]$"):  # copies are no way out
         Graph(wide).compile(CPU, 1)()
