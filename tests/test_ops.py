@@ -314,6 +314,19 @@ def test_operands_that_do_not_fit_are_named_with_their_shapes(name):
     assert f"ggml_{name}" in str(error.value)
 
 
+def test_numbers_that_do_not_fit_are_told():
+    x = Context().tensor((5, 64), name="x")
+    told = r"a 'x' is f32 of shape \(5, 64\); ne0 is 5; ne1 is 4; ne2 is 15: .*GGML_ASSERT"
+    with pytest.raises(OperandError, match=told):
+        ops.reshape_3d(x, 5, 4, 15)
+    with pytest.raises(OperandError, match=r"of shape \(5, 64\); dim is 7: .*dim < GGML_MAX_DIMS"):
+        ops.concat(x, x, 7)
+    with pytest.raises(
+        OperandError, match=r"shape \(5, 64\): requires view\(.*, ne0 = 500, offset"
+    ):
+        ops.view_1d(x, 500, 0)
+
+
 def test_types_that_do_not_fit_are_named():
     ctx = Context()
     a, b = ctx.tensor((3, 32), "q8_0", name="w"), ctx.tensor((3, 32), "i32")

@@ -27,6 +27,16 @@ def binary(name: str, left: object, right: object) -> Any:
         return _with_number(name, left, float(right))  # type: ignore[arg-type]
     if isinstance(right, Tensor) and _is_number(left):
         return _number_first(name, float(left), right)  # type: ignore[arg-type]
+    return _no_operand(left, right)
+
+
+def _no_operand(left: object, right: object) -> Any:
+    for one in (left, right):
+        if isinstance(one, np.ndarray):
+            raise TypeError(
+                f"an array of shape {one.shape} is no operand of a Tensor: make it one, by "
+                "from_numpy of the Context"
+            )
     return NotImplemented
 
 
@@ -122,7 +132,7 @@ def matmul(left: object, right: object) -> Any:
     The result is of float32. ``x @ w.T`` takes a `w` of any type as it is, without a copy.
     """
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        return NotImplemented
+        return _no_operand(left, right)
     if not left.ndim or not right.ndim:
         raise OperandError(f"matmul: {left!r} @ {right!r}: each needs an axis")
     rows = left if left.ndim > 1 else _with_shape(left, (1, *left.shape))

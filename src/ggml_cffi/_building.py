@@ -111,14 +111,19 @@ def build(
 
 
 def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[str, object]) -> None:
-    """Raise OperandError, with what the operands are, where the error is that they do not fit."""
+    """Raise OperandError where ggml has aborted, or a requirement is not met; say what was given.
+
+    A requirement says itself which numbers it is about.
+    """
     if isinstance(error, AbortError):
-        message = _told(_operands(arguments), error.message + _way_out(error.message, arguments))
-        place = error.file, error.line, error.function, error.log
-        raise OperandError(message, *place) from None
+        told = _told(arguments) + _spoken_of(arguments, error.message)
+        message = f"{'; '.join(told)}: " * bool(told) + error.message
+        message += _way_out(error.message, arguments)
+        raise OperandError(message, error.file, error.line, error.function, error.log) from None
     _, is_requirement, text = str(error).partition(f"{function.__name__}: requires ")
     if is_requirement:
-        message = _told(_operands(arguments), f"requires {text}")
+        told = _told(arguments)
+        message = f"{'; '.join(told)}: " * bool(told) + f"requires {text}"
         raise OperandError(message, function=function.__name__) from None
 
 
@@ -153,10 +158,20 @@ def _n_dims(handle: Any, operands: Mapping[str, Tensor]) -> int:
     return n_axes(handle) if operands else n_dims(handle)
 
 
-def _told(operands: Mapping[str, Tensor], message: str) -> str:
-    """The message behind what the operands are."""
+def _told(arguments: Mapping[str, object]) -> list[str]:
+    """What the operands are."""
     told = []
-    for name, tensor in operands.items():
+    for name, tensor in _operands(arguments).items():
         called = f" {tensor.name!r}" if tensor.name else ""
         told.append(f"{name}{called} is {type_name(tensor.type)} of shape {tensor.shape}")
-    return f"{'; '.join(told)}: {message}" if told else message
+    return told
+
+
+def _spoken_of(arguments: Mapping[str, object], message: str) -> list[str]:
+    """What the numbers are that an assertion is about."""
+    words = set(re.findall(r"\w+", message))
+    return [
+        f"{name} is {value}"
+        for name, value in arguments.items()
+        if name in words and isinstance(value, (int, float))
+    ]
