@@ -13,6 +13,9 @@
 // unless they say otherwise.
 namespace check {
 
+// Newer releases mark the nodes that are computed with it, older ones have no such flag.
+constexpr int flag_compute = 16; // GGML_TENSOR_FLAG_COMPUTE
+
 // What a predicate found, or the arguments it was asked about; the guard adds it to the
 // expression's text.
 inline thread_local std::string why;

@@ -148,10 +148,9 @@ static void ggml_cffi_raw_copy_tensors(struct ggml_context * ctx, struct ggml_te
         } else {
             ggml_tensor * c = copies[i] = ggml_new_tensor(ctx, t->type, GGML_MAX_DIMS, t->ne);
             copy_of[t] = c; // ggml_cast's result is an operand of itself
-            const char * name = t->name;
             std::memcpy(c->nb, t->nb, sizeof c->nb);
             std::memcpy(c->op_params, t->op_params, sizeof c->op_params);
-            std::memcpy(c->name, name, sizeof c->name);
+            std::memcpy(c->name, t->name, sizeof c->name);
             c->op = t->op;
             c->flags = t->flags;
             for (int s = 0; s < GGML_MAX_SRC; ++s) {

@@ -209,8 +209,8 @@ inline bool dot_type(const ggml_tensor * a, const ggml_tensor * b) {
 }
 
 inline bool multiplies(const ggml_tensor * a, const ggml_tensor * b, const ggml_tensor * to) {
-    if (to->op == GGML_OP_MUL_MAT &&
-    to->op_params[1] == 1) { // with a hint that it is a Hadamard matrix it is not looked at
+    // with the hint that it is a Hadamard matrix, `a` is not looked at
+    if (to->op == GGML_OP_MUL_MAT && to->op_params[1] == 1) {
         return packed_f32(b) && to->ne[0] == b->ne[0] && (b->ne[0] & (b->ne[0] - 1)) == 0;
     }
     return has_dot_product(a) && dot_type(a, b) && packed(a, b);
@@ -234,12 +234,11 @@ inline bool masks(const ggml_tensor * a, const ggml_tensor * to) {
 }
 
 inline bool rotates(const ggml_tensor * a, const ggml_tensor * positions, const ggml_tensor * factors,
-    const ggml_tensor * to) {
+                    const ggml_tensor * to) {
     const int32_t * p = to->op_params;
     const int32_t   n_dims = p[1], mode = p[2];
     if (!is_f32_or_f16(a) || !packed(a, to) || positions->type != GGML_TYPE_I32 || !dense_row(positions) ||
-    to->ne[0] % 2 ||
-        !rope_dims(to, n_dims, mode) || !rope_sections(p + 11, mode)) {
+        to->ne[0] % 2 || !rope_dims(to, n_dims, mode) || !rope_sections(p + 11, mode)) {
         return false;
     }
     switch (mode) { // bits: pairs lie apart, sections, sections for images, interleaved sections
@@ -315,8 +314,8 @@ inline bool convolves_depthwise(const ggml_tensor * result, const ggml_tensor * 
     }
     return ggml_is_contiguous(data) ? ggml_is_contiguous(kernel) && ggml_is_contiguous(result)
                                     : ggml_is_contiguous_channels(data) && channels_first(data, 2) &&
-                                    channels_first(kernel, 3) &&
-                                          kernel->nb[0] >= kernel->nb[2] && kernel->nb[1] >= kernel->nb[0];
+                                          channels_first(kernel, 3) && kernel->nb[0] >= kernel->nb[2] &&
+                                          kernel->nb[1] >= kernel->nb[0];
 }
 
 inline bool scales_up(const ggml_tensor * result, const ggml_tensor * a) {
@@ -386,7 +385,8 @@ inline const kernel kernels[] = {
                      /* also: */ dense_row(s[0])),
     GGML_CFFI_KERNEL("ARGMAX", 1, is_f32(s[0]) &&
                      /* also: */ dense_row(s[0])),
-    // it counts rows through with the wrong extents
+    // the kernel finds the axes of a row by its number with the extents of other axes: right where there are two of
+    // them, or a third of the same length
     GGML_CFFI_KERNEL("COUNT_EQUAL", 2, typed(s[0], GGML_TYPE_I32) && typed(s[1], GGML_TYPE_I32) &&
                      /* also: */ s[0]->ne[3] == 1 && (s[0]->ne[2] == 1 || s[0]->ne[2] == s[0]->ne[1])),
     GGML_CFFI_KERNEL("REPEAT", 1, typed(s[0], GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_I16,
@@ -535,11 +535,10 @@ inline bool cpu_takes(const ggml_tensor * node) {
     return !k || (k->takes(node, node->src) && !weighs_missing_keys(node));
 }
 
-// Newer releases mark the nodes that are computed, older ones compute all.
+// Where none is marked, all are computed.
 inline bool marks_nodes(ggml_cgraph * graph) {
-    const int computed = 16; // GGML_TENSOR_FLAG_COMPUTE, which a release may lack
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
-        if (ggml_graph_node(graph, i)->flags & computed) {
+        if (ggml_graph_node(graph, i)->flags & flag_compute) {
             return true;
         }
     }
@@ -551,7 +550,7 @@ inline std::vector<const ggml_tensor *> computed_nodes(ggml_cgraph * graph) {
     std::vector<const ggml_tensor *> nodes;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
-        if (!no_kernel(node) && (!marked || node->flags & 16)) {
+        if (!no_kernel(node) && (!marked || node->flags & flag_compute)) {
             nodes.push_back(node);
         }
     }

@@ -869,7 +869,7 @@ inline bool marks_computed() {
         ggml_context * context = ggml_init({ 8192 + ggml_graph_overhead_custom(8, false), nullptr, true });
         ggml_tensor *  result = ggml_sqr(context, ggml_new_tensor_1d(context, GGML_TYPE_F32, 1));
         ggml_build_forward_expand(ggml_new_graph_custom(context, 8, false), result);
-        const bool found = result->flags & 16; // GGML_TENSOR_FLAG_COMPUTE
+        const bool found = result->flags & check::flag_compute;
         ggml_free(context);
         return found;
     }();
@@ -879,7 +879,7 @@ inline bool marks_computed() {
 // ggml_graph_add_node does not, and such a node would not be computed.
 inline void mark_computed(ggml_tensor * node) {
     if (node->op != GGML_OP_NONE && marks_computed()) {
-        node->flags |= 16;
+        node->flags |= check::flag_compute;
     }
 }
 

@@ -6,8 +6,8 @@
 
 namespace ggml_cffi {
 
-// As roundf does, half away from zero, of what fits into 32 bits. To a half itself the largest number below it is
-// added, and the sum is rounded to the next integer; to anything less, and it stays below.
+// What roundf gives (half away from zero) of what fits into 32 bits. Added is the largest float below a half, and
+// truncation follows: a half itself comes to 1, for the sum is rounded up, and the float below a half stays below.
 inline int rounded(float x) {
     return (int) (x + std::copysign(0x1.fffffep-2f, x));
 }

@@ -6,6 +6,7 @@ has no such order for, a view and any operation but the products are refused her
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,25 +41,25 @@ def takes(
     """Whether a product with a weight of this type and shape can be computed in such memory."""
     if 0 in ne or ne[0] % capi.ggml_blck_size(type):
         return False
-    ctx = capi.ggml_init(mem_size=8 * capi.ggml_tensor_overhead(), no_alloc=True)
-    none = capi.ggml_backend_buft_alloc_buffer(kind, 0)
-    try:
+    with contextlib.ExitStack() as made:
+        ctx = capi.ggml_init(mem_size=8 * capi.ggml_tensor_overhead(), no_alloc=True)
+        made.callback(capi.ggml_free, ctx)
+        none = capi.ggml_backend_buft_alloc_buffer(kind, 0)
+        made.callback(capi.ggml_backend_buffer_free, none)
         weight: Any = capi.ggml_new_tensor(ctx, type, list(ne))
         n0, _, n2, _ = weight.ne
         # it looks at where the weight is, which a buffer of no bytes says as well
         weight.buffer = none
         rows = capi.ggml_new_tensor_3d(ctx, ggml_type.GGML_TYPE_F32, n0, 1, 1)
         ids = capi.ggml_new_tensor_2d(ctx, ggml_type.GGML_TYPE_I32, 1, 1)
-        if n2 == 1:
-            product = capi.ggml_mul_mat(ctx, weight, rows)
-        else:
-            product = capi.ggml_mul_mat_id(ctx, weight, rows, ids)
+        try:
+            if n2 == 1:
+                product = capi.ggml_mul_mat(ctx, weight, rows)
+            else:
+                product = capi.ggml_mul_mat_id(ctx, weight, rows, ids)
+        except ValueError:  # a type that is no operand of any product
+            return False
         return capi.ggml_backend_dev_supports_op(where, product)
-    except ValueError:  # a type that is no operand of any product
-        return False
-    finally:
-        capi.ggml_backend_buffer_free(none)
-        capi.ggml_free(ctx)
 
 
 def check_weights(
@@ -86,9 +87,7 @@ def check_uses(devices: Sequence[types.ggml_backend_device], nodes: Iterable[Any
     """Raise ValueError for a result that needs such a weight in the order that others have."""
     for node in nodes:
         for weight in node.src:
-            if not weight:
-                break
-            if not is_reordered(weight):
+            if not weight or not is_reordered(weight):
                 continue
             # views of it, and what works on them, would see the wrong order
             wrong = node.view_src or weight.view_src

@@ -85,8 +85,8 @@ class Scheduler(Owned[object]):
         """
         with graph.compile(self, assign=assign) as compiled:
             memory = compiled._memory
-            sizes = memory.sizes() if isinstance(memory, OnScheduler) else [0] * len(self._backends)
-            return dict(zip(self._backends, sizes, strict=True))
+            assert isinstance(memory, OnScheduler)
+            return dict(zip(self._backends, memory.sizes(), strict=True))
 
     def assignment(self, compiled: Compiled) -> dict[str, list[str]]:
         """For each backend's name and number, what of the graph it computes, in order.
