@@ -202,6 +202,11 @@ class Tensor(_Base):
 
         return matmul(self, other)
 
+    def __rmatmul__(self, other: object) -> Any:
+        from ._arithmetic import matmul
+
+        return matmul(other, self)
+
     def __neg__(self) -> Tensor:
         from ._arithmetic import negative
 
