@@ -93,6 +93,38 @@ def test_loaded_weights_are_computed_with(path: Path) -> None:
         np.testing.assert_allclose(compiled(x=x), x @ MATRIX.T, rtol=1e-4, atol=1e-4)
 
 
+@needs_meta
+@pytest.mark.parametrize("where", ["CPU", "meta"])
+def test_a_tensor_under_other_names(path: Path, where: str) -> None:
+    """An embedding that is the output as well, whole on each device and cut by rows."""
+
+    def split(info: Any, n_devs: int) -> SplitState:
+        whole = SplitState.mirrored()
+        return SplitState.split(1, [30, 10]) if info.name == "output" else whole
+
+    with MetaDevice(["CPU", "CPU"], split) as meta, Context() as ctx:
+        with GGUFFile(path) as file:
+            wanted = file.tensors["q4"].numpy()
+            names = {"embedding": "q4", "output": "q4", "matrix": "matrix"}
+            found = file.load_into(ctx, meta if where == "meta" else "CPU", names)
+            with pytest.raises(GGUFError, match="there is no tensor 'other', which names has"):
+                file.load_into(ctx, "CPU", {"matrix": "other"})
+            with pytest.raises(TypeError, match=r"names has 3 \(int\), expected a str"):
+                file.load_into(ctx, "CPU", {3: "matrix"})  # type: ignore[dict-item]
+        assert list(found) == list(names)
+        assert [tensor.name for tensor in found.values()] == list(names)
+        for name in ("embedding", "output"):
+            np.testing.assert_array_equal(found[name].numpy(), wanted)
+        np.testing.assert_array_equal(found["matrix"].numpy(), MATRIX)
+        if where == "meta":
+            rows = ops.get_rows(found["embedding"], ctx.input(2, "i32", name="ids"))
+            graph = Graph(rows @ found["output"].T)
+            assert meta.plan(graph)["output"].shapes == ((30, 256), (10, 256))
+            with graph.compile(meta) as compiled:
+                logits = compiled(ids=[3, 39])
+            np.testing.assert_allclose(logits, wanted[[3, 39]] @ wanted.T, rtol=0.05, atol=0.5)
+
+
 @pytest.mark.parametrize("alignment", [1, 8, 16])
 def test_data_that_is_not_aligned_for_the_cpu_is_copied(tmp_path: Path, alignment: int) -> None:
     with GGUFWriter(tmp_path / "f", alignment=alignment) as writer:

@@ -86,11 +86,15 @@ class GGUFFile(Closing):
         self,
         ctx: Context,
         target: Device | Backend | str,
-        names: Iterable[str] | None = None,
+        names: Iterable[str] | Mapping[str, str] | None = None,
         progress: Progress = None,
         buffer_type: str | None = None,
     ) -> dict[str, Tensor]:
         """Make the tensors of these names, all by default, in `ctx`, with memory and numbers.
+
+        A mapping has for each name in `ctx` the one in the file: an embedding that is the output as
+        well can be loaded as both, ``{"output.weight": "token_embd.weight", ...}``, to be split
+        otherwise as an output. Where they lie in a map of the file, both are the same memory.
 
         Where the device computes in host memory (the CPU) they lie in a private map of the file:
         nothing is read before it is used, and what is written to them stays in memory. Elsewhere
@@ -117,20 +121,20 @@ class GGUFFile(Closing):
         with self._lock:  # a descriptor that is closed meanwhile may soon be another file's
             return load(self._source.data, self._fd, entries, ctx, target, progress, buffer_type)
 
-    def _entries(self, names: Iterable[str] | None) -> dict[str, Entry]:
+    def _entries(self, names: Iterable[str] | Mapping[str, str] | None) -> dict[str, Entry]:
         every = self._source.parser.tensors
         if names is None:
             return dict(every)
         if isinstance(names, str):
             raise TypeError(f"names is {names!r}, expected several names")
-        found = {}
-        for name in names:
+        wanted = names if isinstance(names, Mapping) else {name: name for name in names}
+        for name in (one for pair in wanted.items() for one in pair):
             if not isinstance(name, str):
                 raise TypeError(f"names has {name!r} ({type(name).__name__}), expected a str")
+        for name in wanted.values():
             if name not in every:
                 raise GGUFError(f"{self.name}: there is no tensor {name!r}, which names has")
-            found[name] = every[name]
-        return found
+        return {name: every[source] for name, source in wanted.items()}
 
     @property
     def closed(self) -> bool:
