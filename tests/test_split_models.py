@@ -10,10 +10,9 @@ import _backends
 import numpy as np
 import pytest
 from _layers import experts, gemma, llama_attention
-from _models import transformer
 from _release import needs_meta
 
-from ggml_cffi import Context, GGUFFile, Graph, MetaDevice, SplitError, ops
+from ggml_cffi import Context, GGUFFile, GGUFWriter, Graph, MetaDevice, SplitError, ops
 from ggml_cffi.device import device
 from ggml_cffi.meta import SplitAxis, compare, policies
 
@@ -21,6 +20,7 @@ pytestmark = needs_meta
 
 N_TOKENS = 32
 RATIOS = [(1, 1), (3, 1), (1, 1, 1), (2, 1, 3)]
+ONE_WITH_A_SHARE = [(1,), (1, 0), (0, 1)]
 
 
 def numbers(*shape: int, seed: int = 0) -> Any:
@@ -79,16 +79,47 @@ def test_a_layer_of_gemma(model: GGUFFile, ratios: Sequence[float], children: An
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 32
 WIDTH = HEADS * LENGTH
+HIDDEN = 512
+NUMBERS = {
+    "general.architecture": "made",
+    "made.block_count": 1,
+    "made.embedding_length": WIDTH,
+    "made.attention.head_count": HEADS,
+    "made.attention.head_count_kv": KV_HEADS,
+    "made.feed_forward_length": HIDDEN,
+}
 
 
-def load(ctx: Context, target: Any, arrays: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Weights by their names without layer and suffix; norms and caches have types of their own."""
-    made = {}
+def named(arrays: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, Any, str]]:
+    """Keys, whole names and types: norms and caches have types of their own."""
     for name, array in arrays.items():
         plain = name.endswith(("norm", "inp", ".bias"))
         suffix = "" if name.endswith(".bias") else ".weight"
         whole = name if name.startswith("cache") else f"blk.0.{name}{suffix}"
-        dtype = "f16" if name.startswith("cache") else "f32" if plain else kind
+        yield name, whole, array, "f16" if name.startswith("cache") else "f32" if plain else kind
+
+
+def policy_for(
+    path: Path,
+    arrays: Mapping[str, Any],
+    ratios: Sequence[float],
+    kind: str = "f32",
+    more: Mapping[str, int] | None = None,
+) -> policies.Rules:
+    """That of a file of a layer with these weights, and with `more` numbers in its metadata."""
+    with GGUFWriter(path / "m.gguf") as writer:
+        writer.update({**NUMBERS, **(more or {})})
+        for _, name, array, dtype in named(arrays, kind):
+            if not name.startswith("cache"):
+                writer.add_tensor(name, array, dtype)
+    with GGUFFile(path / "m.gguf") as file:
+        return policies.gguf(file, ratios)
+
+
+def load(ctx: Context, target: Any, arrays: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Weights by their names without layer and suffix."""
+    made = {}
+    for name, whole, array, dtype in named(arrays, kind):
         made[name] = ctx.from_numpy(array, name=whole, dtype=dtype)
     ctx.allocate(target)
     return made
@@ -110,19 +141,77 @@ def attention_weights(n_cached: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
-@pytest.mark.parametrize("ratios", RATIOS, ids=str)
+@pytest.mark.parametrize("ratios", [*RATIOS, *ONE_WITH_A_SHARE], ids=str)
 def test_attention_split_by_heads(
     tmp_path: Path, ratios: Sequence[float], kind: str, children: Any
 ) -> None:
-    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, 512, kind) as file:
-        policy = policies.gguf(file, ratios)
+    arrays = attention_weights()
+    policy = policy_for(tmp_path, arrays, ratios, kind)
     with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx:
-        w = load(ctx, split, attention_weights(), kind)
+        w = load(ctx, split, arrays, kind)
         graph = Graph(llama_attention(ctx, w, N_TOKENS, HEADS, KV_HEADS, LENGTH))
-        assert len(split.plan(graph).all_reduces) == 1
+        plan = split.plan(graph)
+        assert len(plan.all_reduces) == 1
+        assert plan["blk.0.attn_output.weight"].split.axis == SplitAxis.AXIS_0
         given = {"x": numbers(N_TOKENS, WIDTH), "mask": causal(N_TOKENS).astype(np.float16)}
         found = compare(graph, split, inputs=given)
         assert found.agrees, f"{found.first}\n{found}"
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("ratios", [*ONE_WITH_A_SHARE, (1, 1), (3, 1)], ids=str)
+def test_a_layer_with_one_kv_head(
+    tmp_path: Path, ratios: Sequence[float], kind: str, children: Any
+) -> None:
+    """Attention is whole, whatever the devices; the feed-forward part is shared out."""
+    width, length, hidden = 640, 256, 1024
+    arrays = {
+        "attn_norm": numbers(width, seed=1),
+        "attn_q": numbers(4 * length, width, seed=2) / 25,
+        "attn_q_norm": numbers(length, seed=3),
+        "attn_k": numbers(length, width, seed=4) / 25,
+        "attn_k_norm": numbers(length, seed=5),
+        "attn_v": numbers(length, width, seed=6) / 25,
+        "attn_output": numbers(width, 4 * length, seed=7) / 32,
+        "post_attention_norm": numbers(width, seed=8),
+        "ffn_norm": numbers(width, seed=9),
+        "ffn_gate": numbers(hidden, width, seed=10) / 25,
+        "ffn_up": numbers(hidden, width, seed=11) / 25,
+        "ffn_down": numbers(width, hidden, seed=12) / 32,
+        "post_ffw_norm": numbers(width, seed=13),
+    }
+    own = {
+        "made.embedding_length": width,
+        "made.attention.head_count": 4,
+        "made.attention.head_count_kv": 1,
+        "made.attention.key_length": length,
+        "made.attention.value_length": length,
+        "made.feed_forward_length": hidden,
+    }
+    policy = policy_for(tmp_path, arrays, ratios, kind, own)
+    given = {
+        "x": numbers(N_TOKENS, width),
+        "positions": np.arange(N_TOKENS, dtype=np.int32),
+        "mask": causal(N_TOKENS),
+    }
+    with (
+        MetaDevice(children(len(ratios)), policy, on_error="raise") as split,
+        Context() as ctx,
+        Context() as other,
+    ):
+        graph = Graph(gemma(ctx, load(ctx, split, arrays, kind), N_TOKENS))
+        whole = Graph(gemma(other, load(other, "CPU", arrays, kind), N_TOKENS))
+        plan = split.plan(graph)
+        for name in ("q", "k", "v", "output"):
+            assert plan[f"blk.0.attn_{name}.weight"].split.axis == SplitAxis.MIRRORED
+        assert plan["blk.0.ffn_up.weight"].split.axis == SplitAxis.AXIS_1
+        assert plan["blk.0.ffn_down.weight"].split.axis == SplitAxis.AXIS_0
+        assert len(plan.all_reduces) == 1
+        with graph.compile(split) as compiled, whole.compile("CPU") as expected:
+            wanted = expected(**given)
+            np.testing.assert_allclose(
+                compiled(**given), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
+            )
 
 
 @pytest.mark.parametrize("ratios", RATIOS, ids=str)
@@ -131,9 +220,8 @@ def test_a_cache_of_keys_and_values(
 ) -> None:
     """Written by set_rows: refused over this process's memory, done over workers, twice."""
     n_cached = 48
-    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, 512) as file:
-        policy = policies.gguf(file, ratios)
     arrays = attention_weights(n_cached)
+    policy = policy_for(tmp_path, arrays, ratios)
     given = {
         "x": numbers(N_TOKENS, WIDTH),
         "positions": np.arange(8, 8 + N_TOKENS, dtype=np.int32),
@@ -168,9 +256,7 @@ def test_a_cache_of_keys_and_values(
 def test_a_mixture_of_experts(
     tmp_path: Path, ratios: Sequence[float], kind: str, children: Any
 ) -> None:
-    n_experts, hidden = 4, 512
-    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, hidden, kind, experts=4) as file:
-        policy = policies.gguf(file, ratios)
+    n_experts, hidden = 4, HIDDEN
     arrays = {
         "ffn_norm": numbers(WIDTH, seed=1),
         "ffn_gate_inp": numbers(n_experts, WIDTH, seed=2),
@@ -178,6 +264,7 @@ def test_a_mixture_of_experts(
         "ffn_gate_exps": numbers(n_experts, hidden, WIDTH, seed=4) / 16,
         "ffn_down_exps": numbers(n_experts, WIDTH, hidden, seed=5) / 16,
     }
+    policy = policy_for(tmp_path, arrays, ratios, kind)
     with MetaDevice(children(len(ratios)), policy) as split, Context() as ctx:
         w = load(ctx, split, arrays, kind)
         graph = Graph(experts(ctx, w, N_TOKENS, 2))
@@ -225,9 +312,7 @@ def biased_experts(ctx: Context, w: Mapping[str, Any], n_tokens: int, n_used: in
 def test_experts_with_biases(
     tmp_path: Path, ratios: Sequence[float], kind: str, names: tuple[str, ...], children: Any
 ) -> None:
-    n_experts, n_used, hidden = 4, 2, 512
-    with transformer(tmp_path / "m.gguf", HEADS, KV_HEADS, hidden, kind, experts=4) as file:
-        policy = policies.gguf(file, ratios)
+    n_experts, n_used, hidden = 4, 2, HIDDEN
     arrays = {
         "ffn_down_exps": numbers(n_experts, WIDTH, hidden, seed=5) / 16,
         "ffn_down_exps.bias": numbers(n_experts, WIDTH, seed=6),
@@ -236,6 +321,7 @@ def test_experts_with_biases(
         rows = 2 * hidden if name == "gate_up" else hidden
         arrays[f"ffn_{name}_exps"] = numbers(n_experts, rows, WIDTH, seed=10 + i) / 16
         arrays[f"ffn_{name}_exps.bias"] = numbers(n_experts, rows, seed=20 + i)
+    policy = policy_for(tmp_path, arrays, ratios, kind)
     given = {
         "x": numbers(N_TOKENS, WIDTH),
         "chosen": np.array([[i % 4, (i + 1 + i // 4 % 3) % 4] for i in range(N_TOKENS)], np.int32),

@@ -36,32 +36,41 @@ class Layer:
     """The same, of the feed-forward part's last weight."""
 
     def attention(self, n: int) -> Group | None:
-        """How the heads are shared out; None where there are fewer KV heads than devices.
+        """How the heads are shared out among `n` devices with a share; None where they are not.
 
         The group's length is in query rows. A share is whole KV heads with their queries, and
         whole blocks of the output weight, which is cut along with the values.
         """
-        if self.kv_heads < n or self.heads < self.kv_heads or self.heads % self.kv_heads:
+        if self.why_whole(n):
             return None
-        per_group = self.heads // self.kv_heads
-        rows, columns = per_group * self.key_length, per_group * self.value_length
-        groups = math.lcm(columns, self.attention_block) // columns
-        if self.kv_heads // groups < n:
-            return None
-        return Group(self.heads * self.key_length, groups * rows)
+        return Group(self.heads * self.key_length, self._heads_per_block() * self.key_length)
 
     def why_whole(self, n: int) -> str:
-        """Why the attention is not cut for so many devices."""
+        """Why the attention is not cut for so many devices; "" where it is."""
+        devices = "1 device" if n == 1 else f"{n} devices"
         if self.kv_heads < n:
-            return f"{self.kv_heads} KV heads are too few for {n} devices"
+            return f"{self.kv_heads} KV heads are too few for {devices}"
+        if self.kv_heads == 1:  # one device gets it all; but a reshape loses the axis of heads
+            return "1 KV head cannot be cut"
         if self.heads < self.kv_heads:
             return f"{self.heads} heads are too few for {self.kv_heads} KV heads"
         if self.heads % self.kv_heads:
             return f"{self.heads} heads are no multiple of {self.kv_heads} KV heads"
-        return f"{self.kv_heads} KV heads have too few whole blocks for {n} devices"
+        is_one_block = self.heads * self.value_length <= self.attention_block  # ggml cuts no such
+        if is_one_block or self.heads // self._heads_per_block() < n:
+            return f"{self.kv_heads} KV heads have too few whole blocks for {devices}"
+        return ""
+
+    def _heads_per_block(self) -> int:
+        """The fewest heads that are whole KV heads' and have whole blocks of the output weight."""
+        per_group = self.heads // self.kv_heads
+        columns = per_group * self.value_length
+        return math.lcm(columns, self.attention_block) // columns * per_group
 
     def feed_forward(self, n: int) -> Group | None:
         """How the hidden units are shared out; None where there are too few."""
+        if self.hidden <= self.ffn_block:  # ggml cuts no single block
+            return None
         for step in (math.lcm(self.ffn_block, FFN_STEP), self.ffn_block):
             if self.hidden % self.ffn_block == 0 and self.hidden // step >= n:
                 return Group(self.hidden, step)
