@@ -449,6 +449,8 @@ def test_a_config_that_ties_output_and_embedding() -> None:
         assert policy(embedding, 2) == MIRRORED
         assert policy.why(embedding, 2).startswith(why)
         assert policy(weight("lm_head.weight", 256, 100), 2) == SplitState.split(1, [50, 50])
+    beside = policies.hugging_face({"text_config": CONFIG, "tie_word_embeddings": True}, [1, 1])
+    assert beside.why(embedding, 2) == "tied: it is the output as well"
 
 
 @needs_meta
@@ -474,6 +476,53 @@ def test_names_of_hugging_face() -> None:
     assert policy(weight("model.embed_tokens.weight", 256, 100), 2) == MIRRORED
     with pytest.raises(ValueError, match="config has no number 'hidden_size'"):
         policies.hugging_face({"num_attention_heads": 8}, [1, 1])
+
+
+@pytest.mark.parametrize("text", ["model.", "language_model.model.", "model.language_model."])
+def test_names_of_models_that_see_or_hear(text: str) -> None:
+    policy = policies.hugging_face({"text_config": CONFIG, "vision_config": {}}, [1, 1])
+    layer = f"{text}layers.1."
+    for name, split in (
+        ("self_attn.q_proj.weight", SplitState.split(1, [128, 128])),
+        ("self_attn.qkv_proj.weight", SplitState.segments(1, [[128, 128], [64, 64], [64, 64]])),
+        ("self_attn.o_proj.weight", SplitState.split(0, [128, 128])),
+        ("mlp.gate_up_proj.weight", SplitState.segments(1, [[256, 256]], [2])),
+        ("mlp.up_proj.weight", SplitState.split(1, [256, 256])),
+        ("mlp.down_proj.weight", SplitState.split(0, [256, 256])),
+        ("mlp.experts.3.up_proj.weight", SplitState.split(1, [256, 256])),
+        ("block_sparse_moe.experts.3.w2.weight", SplitState.split(0, [256, 256])),
+    ):
+        length = sum(split.shares)
+        tensor = weight(layer + name, *((256, length) if split.axis else (length, 256)))
+        assert policy.find(tensor, 2) == split, name
+    for name in ("norm", "embed_tokens", "layers.1.self_attn.q_norm", "layers.1.mlp.gate"):
+        tensor = weight(f"{text}{name}.weight", 256)
+        assert policy.find(tensor, 2) == MIRRORED
+        assert policy.why(tensor, 2) == "each device needs all of it"
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        assert policy.find(weight(name, 256, 100), 2) == SplitState.split(1, [50, 50])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        "vision_tower.vision_model.post_layernorm.weight",
+        "model.vision_tower.encoder.layers.0.self_attn.o_proj.bias",
+        "model.visual.blocks.0.attn.qkv.weight",
+        "model.visual.blocks.0.norm.weight",
+        "model.visual.blocks.0.mlp.down_proj.bias",
+        "visual.merger.ln_q.norm.weight",
+        "model.audio_tower.layers.0.self_attn_layer_norm.weight",
+        "audio_tower.layers.0.self_attn.q_proj.weight",
+        "multi_modal_projector.mm_soft_emb_norm.weight",
+        "language_model.vision.layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_towers_have_no_rule(name: str) -> None:
+    policy = policies.hugging_face({"text_config": CONFIG}, [1, 1])
+    assert policy.find(weight(name, 256, 256), 2) is None
+    assert policy.why(weight(name, 256, 256), 2) == "no rule names it"
 
 
 @pytest.mark.slow

@@ -129,29 +129,32 @@ _GGUF = Names(
         r"\.(weight|bias)|.*\.(attn_output|ffn_down)\.bias"
     ),
 )
+#: A model that also sees or hears has towers beside, with layers and norms of their own.
+_TEXT = r"(language_model\.model|model(\.language_model)?)\."
+_LAYERS = _TEXT + r"layers\."
 _HUGGING_FACE = Names(
-    columns=r"model\.layers\.{n}\.self_attn\.([qkv]_proj\.(weight|bias)|sinks)",
+    columns=_LAYERS + r"{n}\.self_attn\.([qkv]_proj\.(weight|bias)|sinks)",
     cache=r"cache_[kv]_l{n}",
-    fused=r"model\.layers\.{n}\.self_attn\.qkv_proj\.(weight|bias)",
-    output=r"model\.layers\.{n}\.self_attn\.o_proj\.weight",
+    fused=_LAYERS + r"{n}\.self_attn\.qkv_proj\.(weight|bias)",
+    output=_LAYERS + r"{n}\.self_attn\.o_proj\.weight",
     up=(
-        r"model\.layers\.{n}\.(mlp\.(gate|up)_proj"
+        _LAYERS + r"{n}\.(mlp\.(gate|up)_proj"
         r"|block_sparse_moe\.experts\.\d+\.w[13]|mlp\.experts\.\d+\.(gate|up)_proj)\.(weight|bias)"
     ),
     up_biases="",
-    gate_up=r"model\.layers\.{n}\.mlp\.gate_up_proj\.(weight|bias)",
+    gate_up=_LAYERS + r"{n}\.mlp\.gate_up_proj\.(weight|bias)",
     gate_up_biases="",
     wide_up="",
     down=(
-        r"model\.layers\.{n}\.(mlp\.down_proj"
+        _LAYERS + r"{n}\.(mlp\.down_proj"
         r"|block_sparse_moe\.experts\.\d+\.w2|mlp\.experts\.\d+\.down_proj)\.weight"
     ),
     down_biases="",
-    vocabulary=r"lm_head\.weight",
-    embedding=r"model\.embed_tokens\.weight",
+    vocabulary=r"(language_model\.)?lm_head\.weight",
+    embedding=_TEXT + r"embed_tokens\.weight",
     whole=(
-        r"model\.embed_tokens\.weight|.*norm\.(weight|bias)|.*\.rotary_emb\..*"
-        r"|.*\.gate\.weight|.*\.(o_proj|down_proj)\.bias"
+        _TEXT + r"(embed_tokens\.weight|\w*norm\.(weight|bias)|rotary_emb\..*|layers\.[0-9]+\."
+        r"(.*norm\.(weight|bias)|.*rotary_emb\..*|.*\.gate\.weight|.*\.(o_proj|down_proj)\.bias))"
     ),
 )
 
@@ -349,6 +352,7 @@ def of_hugging_face(
     )
     n_layers = _layers(number("num_hidden_layers"), "config: num_hidden_layers")
     tied = text.get("tie_word_embeddings")
+    tied = config.get("tie_word_embeddings") if tied is None else tied
     if tied is not None and not isinstance(tied, bool):
         expected = "true or false"
         raise ValueError(f"config: tie_word_embeddings is {describe(tied)}, expected {expected}")
