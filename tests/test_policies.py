@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from _models import transformer
 from _release import needs_meta
 
 from ggml_cffi import GGUFFile, GGUFWriter, SplitState, capi
@@ -151,6 +151,57 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
+def transformer(
+    path: Path,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    kind: str = "f32",
+    *,
+    fused: bool = False,
+    experts: int = 0,
+    without: tuple[str, ...] = (),
+    more: Mapping[str, tuple[int, ...]] | None = None,
+) -> GGUFFile:
+    """A file with one layer; heads have 32 elements.
+
+    `fused`: queries, keys and values are one, and gate and up. `experts` is how many there are in
+    place of the one. `without` are weights of the layer to leave out, `more` some to add.
+    """
+    width, kv = heads * 32, kv_heads * 32
+    n = (experts,) if experts else ()
+    suffix = "_exps" if experts else ""
+    shapes = {
+        "attn_output": (width, width),
+        f"ffn_up{suffix}": (*n, hidden * (2 if fused else 1), width),
+        f"ffn_down{suffix}": (*n, width, hidden),
+    }
+    if fused:
+        shapes["attn_qkv"] = (width + 2 * kv, width)
+    else:
+        shapes |= {"attn_q": (width, width), "attn_k": (kv, width), "attn_v": (kv, width)}
+        shapes[f"ffn_gate{suffix}"] = (*n, hidden, width)
+    shapes |= more or {}
+    with GGUFWriter(path) as writer:
+        writer.update(
+            {
+                "general.architecture": "made",
+                "made.block_count": 1,
+                "made.embedding_length": width,
+                "made.attention.head_count": heads,
+                "made.attention.head_count_kv": kv_heads,
+                "made.feed_forward_length": hidden,
+            }
+        )
+        for name, shape in shapes.items():
+            if name not in without:
+                dtype = kind if shape[-1] % 256 == 0 else "f32"
+                writer.add_tensor(f"blk.0.{name}.weight", np.zeros(shape, np.float32), dtype)
+        for name in ("token_embd", "output"):
+            writer.add_tensor(f"{name}.weight", np.zeros((100, width), np.float32))
+    return GGUFFile(path)
+
+
 @needs_meta
 def test_a_llama_with_grouped_queries(path: Path) -> None:
     with transformer(path, heads=8, kv_heads=4, hidden=512) as file:
@@ -191,6 +242,148 @@ def test_too_few_kv_heads_keep_attention_whole(path: Path) -> None:
     assert policy(q, 2) == MIRRORED
     assert policy.why(q, 2) == "1 KV heads are too few for 2 devices"
     assert policy(weight("blk.0.ffn_up.weight", 128, 512), 2).axis == SplitAxis.AXIS_1
+
+
+@needs_meta
+@pytest.mark.parametrize("ratios", [(1,), (1, 0), (0, 2, 0)])
+def test_one_kv_head_is_whole_where_one_device_has_a_share(path: Path, ratios: Any) -> None:
+    """A cut of it would be along the elements of a head, once there is an axis of heads."""
+    n = len(ratios)
+    for heads, fused in ((4, False), (4, True), (1, False)):
+        with transformer(path, heads, kv_heads=1, hidden=512, fused=fused) as file:
+            policy = policies.gguf(file, ratios)
+        for name in ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "blk.0.attn_output.weight"):
+            assert policy(weight(name, 32, 32), n) == MIRRORED
+            assert policy.why(weight(name, 32, 32), n) == "1 KV head cannot be cut"
+        assert policy(weight("cache_k_l0", 32, 50), n) == MIRRORED
+        assert policy(weight("blk.0.ffn_down.weight", 512, 32), n).axis == SplitAxis.AXIS_0
+    with transformer(path, heads=4, kv_heads=2, hidden=512) as file:
+        policy = policies.gguf(file, ratios)
+    all_of_it = SplitState.split(0, [128 if ratio else 0 for ratio in ratios])
+    assert policy(weight("blk.0.attn_output.weight", 128, 128), n) == all_of_it
+
+
+@needs_meta
+@pytest.mark.parametrize("ratios", [(1,), (1, 0)])
+def test_a_single_block_is_whole_where_one_device_has_a_share(path: Path, ratios: Any) -> None:
+    n = len(ratios)
+    with transformer(path, heads=8, kv_heads=8, hidden=256, kind="q4_K") as file:
+        policy = policies.gguf(file, ratios)
+    for name, why in (
+        ("attn_output", "8 KV heads have too few whole blocks for 1 device"),
+        ("ffn_down", "it is too small to be cut"),
+    ):
+        tensor = weight(f"blk.0.{name}.weight", 256, 256, kind=Q4_K, block_size=256)
+        assert policy(tensor, n) == MIRRORED
+        assert policy.why(tensor, n) == why
+    with transformer(path, heads=16, kv_heads=16, hidden=512, kind="q4_K") as file:
+        policy = policies.gguf(file, ratios)
+    for name in ("attn_output", "ffn_down"):
+        tensor = weight(f"blk.0.{name}.weight", 512, 512, kind=Q4_K, block_size=256)
+        assert policy(tensor, n) == SplitState.split(0, [512, 0][:n])
+
+
+MLA = {
+    "attn_q_a": (64, 256),
+    "attn_q_a_norm": (64,),
+    "attn_q_b": (256, 64),
+    "attn_kv_a_mqa": (96, 256),
+    "attn_kv_a_norm": (64,),
+    "attn_kv_b": (512, 64),
+}
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("without", "more", "why"),
+    [
+        (("attn_q", "attn_k", "attn_v"), MLA, "there is no cut for attn_q_a.weight"),
+        (
+            ("attn_k", "attn_v"),
+            {"attn_kv_a_mqa": (96, 256), "attn_k_b": (8, 64, 32), "attn_v_b": (8, 32, 64)},
+            "there is no cut for attn_kv_a_mqa.weight",
+        ),
+        ((), {"attn_gate": (256, 256)}, "there is no cut for attn_gate.weight"),
+        (("attn_q", "attn_k", "attn_v"), {"wqkv": (512, 256)}, "there is no attn_q.weight"),
+        (("attn_output",), {"attn_out": (256, 256)}, "there is no cut for attn_out.weight"),
+        (("attn_output",), {"ssm_out": (256, 256)}, "there is no attn_output.weight"),
+        ((), {"ssm_conv1d_q": (256, 4)}, "there is no cut for ssm_conv1d_q.weight"),
+        ((), {"attn_sub_norm": (256,)}, "attn_sub_norm.weight is of all heads"),
+        ((), {"attn_q_norm": (256,)}, "attn_q_norm.weight is of all heads"),
+        ((), {"attn_k_norm": (4, 32)}, "attn_k_norm.weight is of all heads"),
+    ],
+)
+def test_an_attention_with_other_weights_is_whole(
+    path: Path, without: Any, more: Any, why: str
+) -> None:
+    with transformer(path, 8, 4, hidden=512, without=without, more=more) as file:
+        policy = policies.gguf(file, [1, 1])
+    for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"):
+        tensor = weight(f"blk.0.{name}.weight", 256, 256)
+        assert policy(tensor, 2) == MIRRORED
+        assert policy.why(tensor, 2) == why
+    assert policy(weight("cache_k_l0", 128, 50), 2) == MIRRORED
+    assert policy(weight("blk.0.ffn_down.weight", 512, 256), 2) == SplitState.split(0, [256, 256])
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("without", "more"),
+    [
+        ((), {"attn_norm": (256,), "attn_q_norm": (32,), "attn_k_norm": (32,)}),
+        ((), {"attn_norm_2": (256,), "attn_sinks": (8,), "attn_rot_embd": (16,)}),
+        ((), {"ssm_in": (600, 256), "ssm_out": (256, 300)}),  # beside the attention
+        (("attn_k", "attn_v"), {}),  # those of another layer
+        (("attn_v",), {}),  # the keys
+    ],
+)
+def test_an_attention_with_these_weights_is_cut(path: Path, without: Any, more: Any) -> None:
+    with transformer(path, 8, 4, hidden=512, without=without, more=more) as file:
+        policy = policies.gguf(file, [1, 1])
+    assert policy(weight("blk.0.attn_q.weight", 256, 256), 2) == SplitState.split(1, [128, 128])
+    output = weight("blk.0.attn_output.weight", 256, 256)
+    assert policy(output, 2) == SplitState.split(0, [128, 128])
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("without", "more", "why"),
+    [
+        (("ffn_up", "ffn_gate"), {"ffn_in": (512, 256)}, "there is no ffn_up.weight"),
+        (("ffn_up",), {}, "there is no ffn_up.weight"),
+        (("ffn_down",), {"ffn_out": (256, 512)}, "there is no ffn_down.weight"),
+        ((), {"ffn_down_exps": (2, 256, 512)}, "there is no ffn_up_exps.weight"),
+        ((), {"ffn_gate_up_exps": (2, 1024, 256)}, "there is no ffn_down_exps.weight"),
+        ((), {"ffn_sub_norm": (512,)}, "ffn_sub_norm.weight is of all hidden units"),
+    ],
+)
+def test_a_feed_forward_part_with_other_weights_is_whole(
+    path: Path, without: Any, more: Any, why: str
+) -> None:
+    with transformer(path, 8, 4, hidden=512, without=without, more=more) as file:
+        policy = policies.gguf(file, [1, 1])
+    for name in ("ffn_up", "ffn_gate", "ffn_gate_up", "ffn_down", "ffn_up_exps", "ffn_down_exps"):
+        tensor = weight(f"blk.0.{name}.weight", 512, 512)
+        assert policy(tensor, 2) == MIRRORED
+        assert policy.why(tensor, 2) == why
+    output = weight("blk.0.attn_output.weight", 256, 256)
+    assert policy(output, 2) == SplitState.split(0, [128, 128])
+
+
+def test_what_is_not_in_the_first_of_several_files(path: Path) -> None:
+    names = "blk.0.attn_output.weight", "blk.1.ffn_down.weight"
+    with made(path, NUMBERS | {"split.count": 3}, *names) as file:
+        policy = policies.gguf(file, [1, 1])
+    for i in range(2):
+        down = weight(f"blk.{i}.ffn_down.weight", 512, 256)
+        assert policy(down, 2) == SplitState.split(0, [256, 256])
+        output = weight(f"blk.{i}.attn_output.weight", 256, 256)
+        assert policy(output, 2) == SplitState.split(0, [128, 128])
+    with made(path, NUMBERS | {"split.count": 1}, *names) as file:
+        policy = policies.gguf(file, [1, 1])
+    assert policy(weight("blk.0.attn_output.weight", 256, 256), 2) == MIRRORED
+    assert policy(weight("blk.1.ffn_down.weight", 512, 256), 2) == MIRRORED
+    assert policy(weight("blk.0.ffn_down.weight", 512, 256), 2) == SplitState.split(0, [256, 256])
 
 
 @needs_meta
@@ -523,6 +716,20 @@ def test_towers_have_no_rule(name: str) -> None:
     policy = policies.hugging_face({"text_config": CONFIG}, [1, 1])
     assert policy.find(weight(name, 256, 256), 2) is None
     assert policy.why(weight(name, 256, 256), 2) == "no rule names it"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_config_of_compressed_keys_and_values(inside: bool) -> None:
+    config = CONFIG | {"kv_lora_rank": 64}
+    policy = policies.hugging_face({"text_config": config} if inside else config, [1, 1])
+    for name in ("q_proj", "o_proj"):
+        tensor = weight(f"model.layers.0.self_attn.{name}.weight", 256, 256)
+        assert policy.find(tensor, 2) == MIRRORED
+        assert policy.why(tensor, 2) == "keys and values are compressed (kv_lora_rank)"
+    down = weight("model.layers.0.mlp.down_proj.weight", 512, 256)
+    assert policy.find(down, 2) == SplitState.split(0, [256, 256])
+    null = policies.hugging_face(CONFIG | {"kv_lora_rank": None}, [1, 1])
+    assert str(null) == str(policies.hugging_face(CONFIG, [1, 1]))
 
 
 @pytest.mark.slow

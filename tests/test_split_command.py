@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from _models import transformer
 from _release import needs_meta
 
 from ggml_cffi import GGUFFile, GGUFWriter, _split_report, device, rpc
@@ -17,10 +18,39 @@ from ggml_cffi.__main__ import main
 pytestmark = needs_meta
 
 
+SHAPES = {
+    "token_embd": (100, 256),
+    "blk.0.attn_q": (256, 256),
+    "blk.0.attn_k": (128, 256),
+    "blk.0.attn_v": (128, 256),
+    "blk.0.attn_output": (256, 256),
+    "blk.0.ffn_up": (512, 256),
+    "blk.0.ffn_down": (256, 512),
+    "output": (100, 256),
+}
+
+
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], kv_heads: int = 4) -> None:
+    """A file of one layer with these weights."""
+    with GGUFWriter(path) as writer:
+        writer.update(
+            {
+                "general.architecture": "made",
+                "made.block_count": 1,
+                "made.embedding_length": 256,
+                "made.attention.head_count": 8,
+                "made.attention.head_count_kv": kv_heads,
+                "made.feed_forward_length": 512,
+            }
+        )
+        for name, shape in shapes.items():
+            writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model <1>.gguf"
-    transformer(path, heads=8, kv_heads=4, hidden=512).close()
+    write(path, SHAPES)
     return path
 
 
@@ -32,7 +62,7 @@ def as_json(capsys: Any, *arguments: object) -> Any:
 def test_every_tensor_and_every_byte(model: Path, capsys: Any) -> None:
     found = as_json(capsys, model, "--devices", "CPU,CPU", "--ratios", "3,1")
     tensors = {one["name"]: one for one in found["tensors"]}
-    assert len(tensors) == 5
+    assert len(tensors) == 8
     down = tensors["blk.0.ffn_down.weight"]
     assert down["split"] == "split along axis 0: 384 + 128"
     assert down["axis"] == 0 and down["shares"] == [384, 128]
@@ -68,6 +98,28 @@ def test_an_output_that_is_tied(model: Path, tmp_path: Path, capsys: Any) -> Non
     assert "mirrored  tied: it is the output as well" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("devices", ["CPU", "CPU,CPU"])
+def test_one_kv_head(tmp_path: Path, capsys: Any, devices: str) -> None:
+    path = tmp_path / "one.gguf"
+    write(path, SHAPES | {"blk.0.attn_k": (32, 256), "blk.0.attn_v": (32, 256)}, kv_heads=1)
+    ratios = ",".join("10"[: devices.count("CPU")])
+    found = as_json(capsys, path, "--devices", devices, "--ratios", ratios)
+    attention = [one for one in found["tensors"] if one["kind"] == "attention"]
+    assert len(attention) == 4
+    for one in attention:
+        assert one["split"] == "mirrored" and one["why"] == "1 KV head cannot be cut"
+
+
+def test_compressed_keys_and_values(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "mla.gguf"
+    shapes = {name: shape for name, shape in SHAPES.items() if name[-2:] not in ("_k", "_v")}
+    write(path, shapes | {"blk.0.attn_kv_a_mqa": (96, 256), "blk.0.attn_kv_b": (512, 64)})
+    tensors = as_json(capsys, path, "--devices", "CPU,CPU")["tensors"]
+    (output,) = [one for one in tensors if one["name"] == "blk.0.attn_output.weight"]
+    assert output["split"] == "mirrored"
+    assert output["why"] == "there is no cut for attn_kv_a_mqa.weight"
+
+
 @pytest.mark.parametrize(
     ("policy", "split"),
     [("mirror", "mirrored"), ("axis0", "split along axis 0: 256 + 256"), ("axis1", "128 + 128")],
@@ -88,7 +140,7 @@ def test_what_does_not_fit(model: Path, capsys: Any, monkeypatch: pytest.MonkeyP
 
 def test_devices_named_twice_share_their_memory(model: Path) -> None:
     cpu = device("CPU")
-    with transformer(model, heads=8, kv_heads=4, hidden=512) as file:
+    with GGUFFile(model) as file:
         report = _split_report.make(file, [cpu, cpu], [1, 1], "auto")
         alone = _split_report.make(file, [cpu], [1], "mirror")
     assert report.devices[0].free == pytest.approx(alone.devices[0].free / 2, rel=0.2)

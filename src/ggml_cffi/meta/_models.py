@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,6 +35,10 @@ class Layer:
     """Elements in a block of the type of the attention's output weight."""
     ffn_block: int = 1
     """The same, of the feed-forward part's last weight."""
+    attention_whole: str = ""
+    """Why the attention is mirrored whatever its numbers are; "" where they decide."""
+    ffn_whole: str = ""
+    """The same, of the feed-forward part."""
 
     def attention(self, n: int) -> Group | None:
         """How the heads are shared out among `n` devices with a share; None where they are not.
@@ -47,6 +52,8 @@ class Layer:
 
     def why_whole(self, n: int) -> str:
         """Why the attention is not cut for so many devices; "" where it is."""
+        if self.attention_whole:
+            return self.attention_whole
         devices = "1 device" if n == 1 else f"{n} devices"
         if self.kv_heads < n:
             return f"{self.kv_heads} KV heads are too few for {devices}"
@@ -68,8 +75,8 @@ class Layer:
         return math.lcm(columns, self.attention_block) // columns * per_group
 
     def feed_forward(self, n: int) -> Group | None:
-        """How the hidden units are shared out; None where there are too few."""
-        if self.hidden <= self.ffn_block:  # ggml cuts no single block
+        """How the hidden units are shared out; None where they are not."""
+        if self.ffn_whole or self.hidden <= self.ffn_block:  # ggml cuts no single block
             return None
         for step in (math.lcm(self.ffn_block, FFN_STEP), self.ffn_block):
             if self.hidden % self.ffn_block == 0 and self.hidden // step >= n:
@@ -203,10 +210,10 @@ def rules(
             add(names.fused, Fused(lengths, "attention {layer}"))
             add(names.output, Row("attention {layer}"))
         if ffn is None:
-            small = Mirror("it is too small to be cut")
+            why = Mirror(layer.ffn_whole or "it is too small to be cut")
             biases = names.up_biases, names.gate_up_biases, names.down_biases
             for pattern in (names.up, names.gate_up, names.down, *biases):
-                add(pattern, small)
+                add(pattern, why)
         else:
             groups |= {f"ffn {i}": ffn for i in numbers}
             twice = (layer.hidden,) * 2
@@ -223,6 +230,48 @@ def rules(
         found.append(Rule(names.embedding, Mirror("tied: it is the output as well")))
     found.append(Rule(names.whole, Mirror("each device needs all of it")))
     return Rules(found, parts, groups)
+
+
+_IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
+#: Weights of an attention that are cut or go with the cut; norms are looked at by themselves.
+_ATTENTION = re.compile(r"attn_([qkv]|qkv|output|sinks|rot_embd|\w*norm(_\d)?)\.weight")
+
+
+def _attention_whole(sizes: Mapping[str, int], key_length: int, is_part: bool) -> str:
+    """Why the attention of a layer with these weights is mirrored, "" where none says so.
+
+    `sizes` are the numbers of elements, by names without the layer; `is_part`: what is missing may
+    be in other files. Keys and values may be another layer's.
+    """
+    output, queries = "attn_output.weight", ("attn_q.weight", "attn_qkv.weight")
+    is_complete = output in sizes and any(name in sizes for name in queries)
+    for name, size in sizes.items():
+        if name.startswith("attn_") and name.endswith(".weight") and not _ATTENTION.fullmatch(name):
+            return f"there is no cut for {name}"
+        # with an output of its own a state-space part is beside the attention, else within
+        if name.startswith("ssm_") and is_complete and "ssm_out.weight" not in sizes:
+            return f"there is no cut for {name}"
+        is_by_head = name in ("attn_q_norm.weight", "attn_k_norm.weight") and size <= key_length
+        if re.fullmatch(r"attn_(q|k|sub)_norm\.weight", name) and not is_by_head:
+            return f"{name} is of all heads"
+    if is_part or is_complete or not any(name in sizes for name in (output, *queries)):
+        return ""
+    return f"there is no {queries[0] if output in sizes else output}"
+
+
+def _ffn_whole(sizes: Mapping[str, int], is_part: bool) -> str:
+    """The same, of the feed-forward part."""
+    if "ffn_sub_norm.weight" in sizes:
+        return "ffn_sub_norm.weight is of all hidden units"
+    for kind in ("", "_exps"):
+        down, *others = (f"ffn_{one}{kind}.weight" for one in ("down", "up", "gate_up", "gate"))
+        if is_part or not any(name in sizes for name in (down, *others)):
+            continue
+        if down not in sizes:
+            return f"there is no {down}"
+        if not any(name in sizes for name in others[:2]):
+            return f"there is no {others[0]}"
+    return ""
 
 
 def _any_of(numbers: Iterable[int]) -> str:
@@ -293,6 +342,13 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
     n_layers = _layers(found("block_count"), f"{name}: {architecture}.block_count")
     width = found("embedding_length")
     width = _checked(width, f"{name}: {architecture}.embedding_length", 1)
+    n_parts = metadata.get("split.count", 1)
+    is_part = isinstance(n_parts, int) and n_parts > 1
+    sizes: dict[int, dict[str, int]] = {i: {} for i in range(n_layers)}
+    for tensor_name, tensor in file.tensors.items():
+        match = _IN_LAYER.fullmatch(tensor_name)
+        if match and int(match[1]) < n_layers:
+            sizes[int(match[1])][match[2]] = math.prod(tensor.ne)
     layers, wide = [], []
     for i in range(n_layers):
         heads = number("attention.head_count", i)
@@ -300,6 +356,7 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
         length = width // max(heads, 1) or None
         down = f"blk.{i}.ffn_down"
         expert = f"{down}_exps.weight" in file.tensors
+        key_length = number("attention.key_length", i, length, 1)
         hidden = number("feed_forward_length", i)
         if expert:
             hidden = number("expert_feed_forward_length", i, hidden)
@@ -307,11 +364,13 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
             Layer(
                 heads,
                 kv_heads,
-                number("attention.key_length", i, length, 1),
+                key_length,
                 number("attention.value_length", i, length, 1),
                 hidden,
                 block(f"blk.{i}.attn_output.weight"),
                 block(f"{down}_exps.weight" if expert else f"{down}.weight"),
+                _attention_whole(sizes[i], key_length, is_part),
+                _ffn_whole(sizes[i], is_part),
             )
         )
         up = file.tensors.get(f"blk.{i}.ffn_up.weight")
@@ -349,6 +408,7 @@ def of_hugging_face(
         number("moe_intermediate_size", hidden),
         int(block_size),
         int(block_size),
+        "keys and values are compressed (kv_lora_rank)" if text.get("kv_lora_rank") else "",
     )
     n_layers = _layers(number("num_hidden_layers"), "config: num_hidden_layers")
     tied = text.get("tie_word_embeddings")

@@ -464,10 +464,16 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
 
     Of a layer's attention each device gets heads, and the KV heads that belong to them; of its
     feed-forward part, and of each expert, it gets a part of the hidden units; of the output it gets
-    a part of the vocabulary. Embeddings, norms and routers are mirrored, and so is the attention of
-    a layer with fewer KV heads than devices: that must not use FLASH_ATTN_EXT then. In a file
-    without output.weight the embedding is the output as well: each device computes all logits.
-    The granularities are those of llama.cpp.
+    a part of the vocabulary. Embeddings, norms and routers are mirrored. In a file without
+    output.weight the embedding is the output as well: each device computes all logits. The
+    granularities are those of llama.cpp.
+
+    The attention of a layer is mirrored where it has fewer KV heads than devices have a share, or
+    one; where the file has weights of it that no rule cuts (MLA, gates), or a norm of all heads;
+    and where its output is there without the queries, or they without it. It must not use
+    FLASH_ATTN_EXT then. A feed-forward part of which up or down is missing, or with a norm between
+    them, is mirrored as well. In the first of several files ("split.count") nothing counts as
+    missing.
 
     A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. There
     is no rule for other names: ``gguf(...) | policy`` asks another, else they are mirrored.
@@ -492,7 +498,9 @@ def hugging_face(config: Mapping[str, object], ratios: Ratios, block_size: int =
     num_attention_heads, num_key_value_heads, hidden_size, head_dim, intermediate_size,
     moe_intermediate_size, tie_word_embeddings. `block_size` is the number of elements in a block of
     the weights' type, if they have been quantised. The names are those of Llama, Mistral, Qwen,
-    Gemma, Phi-3 and Mixtral; the cuts, and what is mirrored, are as in `gguf`.
+    Gemma, Phi-3 and Mixtral, after "language_model.model." or "model.language_model." too; there is
+    no rule for the towers of models that see or hear. The cuts, and what is mirrored, are as in
+    `gguf`, but that only kv_lora_rank tells of weights without a cut (MLA).
 
     Raises ValueError where one of the numbers is missing and has no default, or is no integer from
     1 on, and for more than 1024 layers; TypeError and ValueError for ratios as `by_ratio` does and
