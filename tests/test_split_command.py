@@ -194,7 +194,20 @@ def test_metadata_without_sense(model: Path, tmp_path: Path, capsys: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
+    ("n", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        ((1 << 30) - 1, "1024 MiB"),
+        (1 << 30, "1 GiB"),
+        (3 << 40, "3 TiB"),
+        (2_048_000 << 40, "1.953 EiB"),
+        (1 << 63, "8 EiB"),
+        (5 << 79, "2.5 YiB"),
+        ((1 << 90) + 1, "1024 YiB"),
+        (1 << 100, "1048576 YiB"),
+    ],
 )
 def test_sizes(n: int, text: str) -> None:
     assert _split_report.size(n) == text

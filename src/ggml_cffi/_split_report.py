@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -218,9 +217,13 @@ def told(report: Report) -> str:
     return "\n".join(lines)
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
+
+
 def size(n: int) -> str:
     """A number of bytes for people."""
-    if not n:
-        return "0 B"
-    power = min(int(math.log(n, 1024)), 4)
-    return f"{n / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    power = min(max(n.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    whole, rest = divmod(n, 1 << 10 * power)
+    # no exponent where the unit is the last
+    number = str(whole) if whole > 1023 else f"{whole + rest / (1 << 10 * power):.4g}"
+    return f"{number} {_UNITS[power]}"
