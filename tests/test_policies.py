@@ -379,6 +379,7 @@ def test_what_is_not_in_the_first_of_several_files(path: Path) -> None:
         assert policy(down, 2) == SplitState.split(0, [256, 256])
         output = weight(f"blk.{i}.attn_output.weight", 256, 256)
         assert policy(output, 2) == SplitState.split(0, [128, 128])
+    assert policy.why(weight("token_embd.weight", 256, 100), 2) == "each device needs all of it"
     with made(path, NUMBERS | {"split.count": 1}, *names) as file:
         policy = policies.gguf(file, [1, 1])
     assert policy(weight("blk.0.attn_output.weight", 256, 256), 2) == MIRRORED

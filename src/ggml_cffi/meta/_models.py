@@ -376,7 +376,8 @@ def of_gguf(file: GGUFFile, ratios: Sequence[float | Fraction]) -> Rules:
         up = file.tensors.get(f"blk.{i}.ffn_up.weight")
         if up is not None and not expert and up.ne[1:] == (2 * hidden,):
             wide.append(i)
-    return rules(_GGUF, layers, ratios, "output.weight" not in file.tensors, wide)
+    tied = "output.weight" not in file.tensors and not is_part
+    return rules(_GGUF, layers, ratios, tied, wide)
 
 
 def of_hugging_face(
