@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from ggml_cffi import OperandError, device, ops
+from ggml_cffi import OperandError, capi, device, ops
 from ggml_cffi.context import Context
 from ggml_cffi.graph import Graph
 from ggml_cffi.meta import MetaDevice, SplitState
@@ -231,6 +231,100 @@ def test_it_can_be_iterated_and_ends():
     rows = list(allocated(NUMBERS))
     assert [row.shape for row in rows] == [(5, 6)] * 4
     np.testing.assert_array_equal(rows[2].numpy(), NUMBERS[2])
+
+
+def assigned(array, key, value, **words):
+    """What is there after ``tensor[key] = value``, in memory that NumPy shares or not."""
+    tensor = allocated(array, **words)
+    before = capi.ggml_used_mem(tensor.context._arenas()[-1])
+    tensor[key] = value
+    assert capi.ggml_used_mem(tensor.context._arenas()[-1]) == before
+    return tensor.numpy()
+
+
+KEYS = [
+    0, -1, slice(1, 3), (slice(None), 2), (Ellipsis, slice(1, 4)), (1, 2, 3), Ellipsis, (),
+    (slice(None, None, 2), slice(1, None, 2)), (None, 1), (1, slice(None), slice(0, 5, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize("value", [7, 2.5, "row", "whole"])
+def test_numbers_are_written_into_a_part(key, value):
+    wanted = NUMBERS.copy()
+    if value == "row":
+        value = -np.arange(wanted[key].shape[-1] if wanted[key].ndim else 1, dtype=np.float64)
+        value = value if wanted[key].ndim else value[0]
+    elif value == "whole":
+        value = -wanted[key]
+    wanted[key] = value
+    np.testing.assert_array_equal(assigned(NUMBERS, key, value), wanted)
+
+
+@pytest.mark.parametrize("key", [0, slice(1, 3), (slice(None), slice(32, 64)), Ellipsis], ids=str)
+def test_numbers_are_written_into_a_part_of_blocks(key):
+    array = np.random.default_rng(0).standard_normal((4, 96), np.float32)
+    wanted = array.copy()
+    wanted[key] = -3
+    found = assigned(array, key, -3, dtype="q8_0")
+    np.testing.assert_allclose(found, wanted, atol=0.05)
+    with pytest.raises(ValueError, match="have 32 elements, and cannot be cut"):
+        assigned(array, (slice(None), slice(1, 3)), 0, dtype="q8_0")
+
+
+@needs_meta
+def test_numbers_are_written_into_a_part_of_a_meta_device():
+    def split(tensor, n_devs):
+        return SplitState.by_ratio(tensor, axis=1, ratios=[3, 1], granularity=1)
+
+    with MetaDevice(["CPU", "CPU"], split) as meta, Context() as ctx:
+        tensor = ctx.from_numpy(NUMBERS[0], name="w")
+        ctx.allocate(meta)
+        before, wanted = capi.ggml_used_mem(ctx._arenas()[0]), NUMBERS[0].copy()
+        for key, value in ((slice(1, 3), 5), ((slice(None), 2), np.arange(5)), ((4, 5), -1)):
+            tensor[key] = wanted[key] = value
+            np.testing.assert_array_equal(tensor.numpy(), wanted)
+        tensor[...] = 0
+        assert not tensor.numpy().any()
+        assert capi.ggml_used_mem(ctx._arenas()[0]) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "words"),
+    [
+        (4, 0, IndexError, "4 is out of range for axis 0 of 4"),
+        ((0, 0, 0, 0), 0, IndexError, "4 indices for 3 axes"),
+        ([0, 1], 0, TypeError, "is no integer, slice"),
+        (True, 0, TypeError, "is no integer, slice"),
+        (
+            0,
+            np.zeros((6, 5)),
+            ValueError,
+            r"shape \(6, 5\), expected one that broadcasts to \(5, 6\)",
+        ),
+        (0, 1j, TypeError, "complex128, which cannot be cast to float32"),
+        (0, "a", TypeError, "which cannot be cast to float32"),
+    ],
+)
+def test_what_cannot_be_written_into_a_part(key, value, error, words):
+    tensor = allocated(NUMBERS)
+    with pytest.raises(error, match=words):
+        tensor[key] = value
+    np.testing.assert_array_equal(tensor.numpy(), NUMBERS)
+
+
+def test_a_part_of_what_has_no_memory_or_takes_a_graph_to_write():
+    ctx = Context()
+    tensor = ctx.tensor((3, 4), name="t")
+    with pytest.raises(ValueError, match="has no memory: its context has not been allocated"):
+        tensor[0] = 1
+    ctx.allocate(CPU)
+    with pytest.raises(TypeError, match=r"is written by a graph: ops.cpy, ops.set_rows"):
+        tensor[0] = tensor[1]
+    ids = ctx.from_numpy(np.zeros(3, np.int8), "ids")
+    ctx.allocate(CPU)
+    with pytest.raises(OverflowError, match="the array has 300"):
+        ids[1] = 300
 
 
 @pytest.mark.parametrize("key", [slice(2), slice(1, 3), 2, -1, slice(3, 4)])

@@ -73,7 +73,8 @@ def in_use(handle: object) -> bool:
 class Closing:
     """What can be closed is a context manager, which closes it in the end.
 
-    Entering what is closed raises ValueError.
+    Entering what is closed raises ValueError. After an exception, whose traceback may keep arrays
+    that share its memory, it is closed once those are gone.
     """
 
     @property
@@ -100,7 +101,11 @@ class Closing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except BufferError:
+            if error is None:
+                raise
 
 
 def _check_process(thing: object, pid: int) -> None:

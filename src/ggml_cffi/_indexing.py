@@ -1,13 +1,18 @@
-"""What ``tensor[...]`` gives: a view, as far as ggml can view."""
+"""``tensor[...]``: a view of a part, as far as ggml can view; and writing into such a part."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from . import capi, ops
+from .capi import types
 from .dtypes import type_name
-from .tensor import Tensor
+from .tensor import Tensor, check_cast, write
 
 MAX_DIMS = 4
 
@@ -19,6 +24,59 @@ def index(tensor: Tensor, key: object) -> Tensor:
     index, and ValueError for what ggml cannot view: steps below 1, a step along the last of four
     axes that all stay, a part of a block.
     """
+    return _part(tensor, key, lambda *view: ops.view_4d(tensor, *view), ops.permute)
+
+
+def assign(tensor: Tensor, key: object, value: npt.ArrayLike) -> None:
+    """Write numbers into such a part. The description of it goes at once."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{value!r} is written by a graph: ops.cpy, ops.set_rows")
+    numbers = np.asarray(value)
+    if tensor.shares_memory:
+        terms = _complete(tensor, key)
+        taken = [term for term in terms if term is not None]
+        for axis, term in enumerate(taken):
+            if not isinstance(term, slice):
+                _position(tensor, term, axis, tensor.shape[axis])
+        part = tensor.numpy()[(*terms, ...)]
+        part[...] = _fitting(tensor, numbers, part.shape)
+        return
+    scratch = capi.ggml_init(mem_size=2 * capi.ggml_tensor_overhead(), no_alloc=True)
+
+    def at_home(handle: types.ggml_tensor) -> Tensor:
+        return Tensor(handle, tensor.context, MAX_DIMS)
+
+    try:
+        view = _part(
+            tensor,
+            key,
+            lambda *view: at_home(capi.ggml_view_4d(scratch, tensor.handle, *view)),
+            lambda one, *axes: at_home(capi.ggml_permute(scratch, one.handle, *axes)),
+        )
+        fitting = _fitting(tensor, numbers, view.shape)
+        if not tensor.has_memory:
+            tensor.set(np.empty(tensor.shape, tensor.dtype))  # raises: it says why there is none
+        write(view, fitting)
+    finally:
+        capi.ggml_free(scratch)
+
+
+def _fitting(tensor: Tensor, numbers: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Numbers that can be written there, in this shape."""
+    try:
+        found = np.broadcast_to(numbers, shape)
+    except ValueError:
+        raise ValueError(
+            f"the array has shape {numbers.shape}, expected one that broadcasts to {shape} of a "
+            f"part of {tensor!r}"
+        ) from None
+    check_cast(tensor, numbers)
+    return found
+
+
+def _part(
+    tensor: Tensor, key: object, view_4d: Callable[..., Tensor], permute: Callable[..., Tensor]
+) -> Tensor:
     handle = tensor.handle
     counts, steps, offset = list(handle.ne), list(handle.nb), 0  # of ggml's axes
     block, size = capi.ggml_blck_size(tensor.type), capi.ggml_type_size(tensor.type)
@@ -60,8 +118,8 @@ def index(tensor: Tensor, key: object) -> Tensor:
     order = [first, *(inner for inner in range(MAX_DIMS) if inner != first)]
     n0, n1, n2, n3 = (counts[i] for i in order)
     nb1, nb2, nb3 = (steps[i] for i in order[1:])
-    view = ops.view_4d(tensor, n0, n1, n2, n3, nb1, nb2, nb3, offset)
-    return _arranged(view, order, tensor.ndim, source)
+    view = view_4d(n0, n1, n2, n3, nb1, nb2, nb3, offset)
+    return _arranged(view, order, tensor.ndim, source, permute)
 
 
 def _close_up(ne: list[int], counts: list[int], steps: list[int], block: int) -> None:
@@ -114,7 +172,13 @@ def _position(tensor: Tensor, term: object, axis: int, length: int) -> int:
     return position % length
 
 
-def _arranged(view: Tensor, order: list[int], ndim: int, source: list[int | None]) -> Tensor:
+def _arranged(
+    view: Tensor,
+    order: list[int],
+    ndim: int,
+    source: list[int | None],
+    permute: Callable[..., Tensor],
+) -> Tensor:
     """The view with the axes of the result in their place; those that are gone come outermost."""
     spare = [inner for inner in range(MAX_DIMS) if inner not in source]
     spare.sort(key=lambda inner: inner < ndim)  # new axes are of those that have no stride yet
@@ -122,5 +186,5 @@ def _arranged(view: Tensor, order: list[int], ndim: int, source: list[int | None
     wanted += sorted(spare)
     places = [wanted.index(inner) for inner in order]
     if places != list(range(MAX_DIMS)):
-        view = ops.permute(view, *places)
+        view = permute(view, *places)
     return Tensor(view.handle, view.context, len(source))

@@ -92,6 +92,8 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any], casting: str) -> bool:
 
     bfloat16 is a half as float16 is.
     """
+    if given == wanted:
+        return True
     half = np.dtype(np.float16)
     like = half if is_bfloat16(given) else given, half if is_bfloat16(wanted) else wanted
     found = np.can_cast(*like, casting)  # type: ignore[arg-type]

@@ -508,7 +508,7 @@ class Compiled(Owned[_Store]):
         self.handle  # noqa: B018 # raises where it is closed
         return self._memory.nbytes()
 
-    def run(self, **inputs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+    def run(self, /, **inputs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Compute, and give all outputs by name: those of the graph's mapping, else their numbers.
 
         Raises as calling it does.
@@ -556,7 +556,9 @@ class Compiled(Owned[_Store]):
         self._lent.views.clear()
         super()._close()
 
-    def __call__(self, **inputs: npt.ArrayLike) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
+    def __call__(
+        self, /, **inputs: npt.ArrayLike
+    ) -> npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]:
         """Compute with these inputs; the output, or a tuple of all.
 
         Raises TypeError for an unknown or a missing input and for a dtype that cannot be converted,
@@ -583,7 +585,7 @@ class Compiled(Owned[_Store]):
             for name, value in inputs.items()
         }
         for name, array in arrays.items():
-            self._inputs[name].set(array)
+            self._inputs[name]._store(array)
         self._written |= set(arrays)
 
     def __repr__(self) -> str:

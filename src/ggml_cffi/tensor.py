@@ -253,7 +253,10 @@ class Tensor(_Base):
         device has an addend of (PARTIAL), TypeError for a dtype that cannot be converted,
         OverflowError for integers out of range; then nothing is written.
         """
-        numbers = check_numbers(self, np.asarray(array), casting)
+        self._store(check_numbers(self, np.asarray(array), casting))
+
+    def _store(self, numbers: npt.NDArray[Any]) -> None:
+        """Write what `check_numbers` has looked at."""
         if not self.has_memory and self.size:
             raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
         view = self._again()
@@ -262,7 +265,7 @@ class Tensor(_Base):
         if view is not None:
             view[...] = numbers
         else:
-            _write(self, numbers)
+            write(self, numbers)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if dtype is None or np.dtype(dtype) == self.dtype:
@@ -287,6 +290,17 @@ class Tensor(_Base):
     def __dlpack_device__(self) -> tuple[int, int]:
         """Where the numbers of the capsule are: in the CPU's memory."""
         return 1, 0
+
+    def __setitem__(self, key: object, value: npt.ArrayLike) -> None:
+        """Write numbers into a part, which they are broadcast to, as `set` of the part does.
+
+        Nothing is left in the Context, which keeps the description of each ``tensor[key]`` until it
+        is closed. Raises what indexing and `set` raise; TypeError for a Tensor, which graphs write
+        (`ops.cpy`, `ops.set_rows`).
+        """
+        from ._indexing import assign
+
+        assign(self, key, value)
 
     def __len__(self) -> int:
         if not self._ndim:
@@ -394,6 +408,12 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
                 return numbers.reshape(rows)
             told = f", or {rows} of its blocks"
         raise ValueError(f"the array has shape {given}, expected {wanted} of {tensor!r}{told}")
+    check_cast(tensor, numbers, casting)
+    return numbers.reshape(wanted)
+
+
+def check_cast(tensor: Tensor, numbers: npt.NDArray[Any], casting: str = "same_kind") -> None:
+    """Raise what `Tensor.set` says of a dtype, or of integers, that do not fit."""
     kind = tensor.dtype
     if not castable(numbers.dtype, kind, casting):
         raise TypeError(
@@ -402,7 +422,6 @@ def check_numbers(tensor: Tensor, numbers: npt.NDArray[Any], casting: str) -> np
         )
     if casting != "unsafe":
         check_range(numbers, kind, tensor)
-    return numbers.reshape(wanted)
 
 
 def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
@@ -506,7 +525,8 @@ def _put(tensor: Tensor, data: npt.NDArray[np.uint8], memory: npt.NDArray[np.uin
         numbers[...] = data.view(dtype).reshape(shape)
 
 
-def _write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
+def write(tensor: Tensor, numbers: npt.NDArray[Any]) -> None:
+    """Write numbers of the tensor's shape into memory that is not shared with NumPy."""
     if not tensor.size:
         return
     if is_meta(_buffer(tensor.handle)):
