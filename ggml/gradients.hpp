@@ -39,6 +39,21 @@ inline std::vector<const ggml_tensor *> nodes_of(ggml_cgraph * graph) {
 
 inline bool can_differentiate(ggml_cgraph * graph) { return can_differentiate(ancestry(nodes_of(graph))); }
 
+// What a kernel of the training reads once it has written is marked as an output, over which no allocator puts another
+// result: the gradient of a softmax is computed from what the softmax was.
+inline void keep_apart(std::vector<const ggml_tensor *> nodes) {
+    const auto keep = [](const ggml_tensor * t) { ggml_set_output((ggml_tensor *) (t->view_src ? t->view_src : t)); };
+    for (const ggml_tensor * t : ancestry(std::move(nodes))) {
+        if (t->op == GGML_OP_SOFT_MAX) {
+            keep(t);
+        }
+        const ggml_tensor * second = read_late(t);
+        if (second && second->op != GGML_OP_NONE) {
+            keep(second);
+        }
+    }
+}
+
 // How a graph is trained, as ggml_opt_params has it.
 struct training {
     ggml_opt_loss_type      loss;
@@ -125,24 +140,24 @@ class rehearsal {
         }
         ggml_cgraph * graph = ggml_graph_dup(context_, forward, true);
         ggml_build_backward_expand(context_, graph, sums.data());
+        const bool    adamw = how.optimizer == GGML_OPT_OPTIMIZER_TYPE_ADAMW;
+        ggml_tensor * params = how.steps ? ggml_new_tensor_1d(context_, GGML_TYPE_F32, adamw ? 7 : 2) : nullptr;
         for (int i = 0; how.steps && i < n; ++i) {
             ggml_tensor * node = ggml_graph_node(graph, i);
             ggml_tensor * gradient = ggml_graph_get_grad(graph, node);
             if (gradient && is_parameter(node)) {
-                ggml_build_forward_expand(graph, ggml_format_name(step(node, gradient, how.optimizer), "step for %s", node->name));
+                ggml_tensor * made = adamw ? adamw_step(node, gradient, params) : ggml_opt_step_sgd(context_, node, gradient, params);
+                ggml_build_forward_expand(graph, ggml_format_name(made, "step for %s", node->name));
             }
         }
         return graph;
     }
 
-    ggml_tensor * step(ggml_tensor * parameter, ggml_tensor * gradient, ggml_opt_optimizer_type optimizer) {
-        if (optimizer == GGML_OPT_OPTIMIZER_TYPE_SGD) {
-            return ggml_opt_step_sgd(context_, parameter, gradient, ggml_new_tensor_1d(context_, GGML_TYPE_F32, 2));
-        }
+    ggml_tensor * adamw_step(ggml_tensor * parameter, ggml_tensor * gradient, ggml_tensor * params) {
         const auto moment = [&] { return ggml_new_tensor(context_, GGML_TYPE_F32, GGML_MAX_DIMS, parameter->ne); };
         ggml_tensor * m = moment();
         ggml_tensor * v = moment();
-        return ggml_opt_step_adamw(context_, parameter, gradient, m, v, ggml_new_tensor_1d(context_, GGML_TYPE_F32, 7));
+        return ggml_opt_step_adamw(context_, parameter, gradient, m, v, params);
     }
 
     size_t                                                 size_; // of graphs, in nodes
@@ -159,13 +174,25 @@ inline bool can_train(ggml_backend_sched_t sched, std::vector<const ggml_tensor 
     if (how.gradients && !can_differentiate(tensors)) {
         return false;
     }
-    rehearsal made(tensors, size);
-    if (cpu_can(sched, computed_nodes(made.trained(nodes, outputs, how)), lies_on_cpu)) {
-        return true;
+    rehearsal     made(tensors, size);
+    ggml_cgraph * graph = made.trained(nodes, outputs, how);
+    const size_t  count = how.gradients ? ancestry(nodes_of(graph)).size() : 0;
+    if (count > size) { // of a copy of the graph, ggml has the leaves in the room for its nodes
+        why = "it has " + std::to_string(count) + " tensors, with gradients and steps, and ggml has room for " +
+              std::to_string(size);
+        return false;
     }
-    why = "the CPU cannot compute " + why + "; a parameter lies as it is used, that of a product with a row for each "
-          "of its results: x @ w.T, ggml_mul_mat(w, x)";
-    return false;
+    for (const ggml_tensor * node : computed_nodes(graph)) {
+        if (!cpu_can(sched, { node }, lies_on_cpu)) {
+            why = "the CPU cannot compute " + why;
+            if (node->view_src) { // a step, or what is added to a gradient
+                why += "; a parameter lies as it is used, that of a product with a row for each of its results: x @ w.T, "
+                       "ggml_mul_mat(w, x)";
+            }
+            return false;
+        }
+    }
+    return true;
 }
 
 // ggml makes one graph for all evaluations; `once`: with a step in each.

@@ -428,6 +428,8 @@ struct optimisation {
     graph_id             graph;       // that one, when it was given,
     graph_id             allocated;   // and when it was allocated, until it is evaluated
     int64_t              evaluations = 0;
+    std::vector<ggml_tensor *>         bare;    // results of that graph without memory, while it is allocated
+    std::vector<ggml_backend_buffer_t> buffers; // that the scheduler has had: no more than addresses
 };
 inline by_address<optimisation> optimisations_table;
 

@@ -768,6 +768,34 @@ inline int kind_of(const optimisation & now, bool backward) {
     return now.period == 1 ? (backward ? GGML_OPT_BUILD_TYPE_OPT : GGML_OPT_BUILD_TYPE_FORWARD) : -1;
 }
 
+// Results of an earlier evaluation that are in another graph again have memory that the scheduler may have freed
+// since, or given to others: they are to get it anew.
+inline void forget_results(optimisation & now) {
+    now.bare.clear();
+    const auto had = [&now](const ggml_tensor * t) {
+        return t->buffer && std::find(now.buffers.begin(), now.buffers.end(), t->buffer) != now.buffers.end();
+    };
+    for (const ggml_tensor * t : check::ancestry(check::nodes_of((ggml_cgraph *) now.graph.graph))) {
+        auto * result = (ggml_tensor *) t;
+        if (had(result)) {
+            result->buffer = nullptr;
+            result->data = nullptr;
+        }
+        if (!result->buffer) {
+            now.bare.push_back(result);
+        }
+    }
+}
+
+inline void note_buffers(optimisation & now) {
+    for (const ggml_tensor * t : now.bare) {
+        if (t->buffer && std::find(now.buffers.begin(), now.buffers.end(), t->buffer) == now.buffers.end()) {
+            now.buffers.push_back(t->buffer);
+        }
+    }
+    now.bare.clear();
+}
+
 inline bool may_allocate(ggml_opt_context_t context, bool backward) {
     auto now = optimisations_table.find(context);
     if (!now || now->ready) { // ggml refuses that itself
@@ -783,6 +811,7 @@ inline bool may_allocate(ggml_opt_context_t context, bool backward) {
         if (now->graph.version && !version_of(now->graph.graph)) {
             return refuse("the graph that it was given is gone");
         }
+        forget_results(*now);
     }
     const bool done = may_train(context, *now, kind_of(*now, backward));
     if (done) {
@@ -803,6 +832,10 @@ inline void note_allocated(ggml_opt_context_t context, bool backward) {
         now->allocated = id_of((ggml_cgraph *) now->graph.graph);
         now->backward = now->build == GGML_OPT_BUILD_TYPE_OPT &&
                         (first || (backward && (now->evaluations + 1) % now->period == 0));
+        note_buffers(*now);
+        if (backward && !first && now->build == GGML_OPT_BUILD_TYPE_OPT && now->evaluations % now->period == 0) {
+            ggml_opt_reset(context, false); // ggml adds to the gradients of all steps before
+        }
     }
     optimisations_table.note(context, *now);
 }

@@ -58,12 +58,9 @@ class Bench:
         )  # fmt: skip
 
     def init(self, **options: Any) -> Any:
+        default = {"optimizer": SGD, "get_opt_pars": lambda: RATE}
         made = capi.ggml_opt_init(
-            backend_sched=self.sched,
-            loss_type=MEAN_SQUARED_ERROR,
-            optimizer=SGD,
-            get_opt_pars=lambda: RATE,
-            **options,
+            backend_sched=self.sched, loss_type=MEAN_SQUARED_ERROR, **{**default, **options}
         )
         self.arena.callback(capi.ggml_opt_free, made)
         return made
@@ -160,6 +157,82 @@ def test_a_graph_for_each_evaluation(bench: Bench, transposed: bool) -> None:
     bench.evaluate(training, x)
     found = numbers_of(w).T if transposed else numbers_of(w)
     np.testing.assert_allclose(found, bench.stepped(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_gradients_of_a_step_are_those_of_its_evaluations(bench: Bench, period: int) -> None:
+    """Of graphs that come one by one, ggml would add up the gradients of all steps before."""
+    w, x = bench.parameter(bench.w0), bench.inputs()
+    training = bench.init(opt_period=period)
+    wanted = bench.w0
+    for _ in range(3):
+        for _ in range(period):
+            ctx = bench.arena.context(1 << 20)
+            y = capi.ggml_mul_mat(ctx, w, x)
+            graph = capi.ggml_new_graph_custom(ctx, 64, True)
+            capi.ggml_build_forward_expand(graph, y)
+            capi.ggml_opt_prepare_alloc(training, ctx, graph, x, y)
+            bench.evaluate(training, x)
+        wanted = wanted - 2 * (bench.x0 @ wanted.T - bench.y0).T @ bench.x0 / bench.y0.size
+        np.testing.assert_allclose(numbers_of(w), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_results_that_are_in_one_graph_after_the_other(bench: Bench) -> None:
+    """The scheduler has freed the memory that they had, when it needed more."""
+    w, x = bench.parameter(bench.w0), bench.inputs()
+    y = capi.ggml_mul_mat(bench.ctx, w, x)
+    training = bench.init()
+    for backward in (False, True, True, False, True):
+        graph = capi.ggml_new_graph_custom(bench.ctx, 64, True)
+        capi.ggml_build_forward_expand(graph, y)
+        capi.ggml_opt_prepare_alloc(training, bench.arena.context(1 << 20), graph, x, y)
+        before = numbers_of(w)
+        bench.evaluate(training, x, backward)
+        error = bench.x0 @ before.T - bench.y0
+        after = before - 2 * error.T @ bench.x0 / bench.y0.size if backward else before
+        np.testing.assert_allclose(numbers_of(w), after, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [N_DATA, N_DATA // 2])
+@pytest.mark.parametrize("softmax_first", [False, True])
+def test_a_softmax_whose_result_is_read_for_its_gradient(
+    bench: Bench, at_once: int, softmax_first: bool
+) -> None:
+    """An allocator would put the gradient over it, where the other addend comes first."""
+    w, other, x = (
+        bench.parameter(bench.w0),
+        bench.parameter(bench.w0[::-1].copy()),
+        bench.inputs(at_once),
+    )
+    a = capi.ggml_soft_max(bench.ctx, capi.ggml_mul_mat(bench.ctx, w, x))
+    b = capi.ggml_mul_mat(bench.ctx, other, x)
+    bench.fit(x, capi.ggml_add(bench.ctx, *((a, b) if softmax_first else (b, a))))
+    p = np.exp(bench.x0 @ bench.w0.T)
+    p /= p.sum(1, keepdims=True)
+    slope = 2 * (p + bench.x0 @ bench.w0[::-1].T - bench.y0) / bench.y0.size
+    inner = p * (slope - (slope * p).sum(1, keepdims=True))
+    np.testing.assert_allclose(numbers_of(w), bench.w0 - inner.T @ bench.x0, rtol=1e-3, atol=1e-4)
+
+
+def test_more_parameters_than_ggml_has_room_for(bench: Bench) -> None:
+    """It copies the graph into room for so many nodes, and has the leaves there as well."""
+    x = bench.inputs()
+    adamw = {"optimizer": capi.GGML_OPT_OPTIMIZER_TYPE_ADAMW, "get_opt_pars": None}
+    for n, fits in ((338, True), (342, False)):
+        ctx = bench.arena.context(1 << 24)
+        y = x
+        for _ in range(n):
+            y = capi.ggml_add(ctx, y, bench.parameter(bench.x0[:1]))
+        if not fits:
+            with pytest.raises(ValueError, match=r"it has 20\d\d tensors, .* has room for 2048$"):
+                bench.init(ctx_compute=ctx, inputs=x, outputs=y, **adamw)
+            continue
+        training = bench.init(ctx_compute=ctx, inputs=x, outputs=y, **adamw)
+        capi.ggml_opt_alloc(training, True)
+        capi.ggml_backend_tensor_set(x, bench.x0, 0)
+        labels = np.zeros((N_DATA, N_IN), np.float32)
+        capi.ggml_backend_tensor_set(capi.ggml_opt_labels(training), labels, 0)
+        capi.ggml_opt_eval(training, None)
 
 
 def test_a_graph_for_each_evaluation_is_looked_at(bench: Bench) -> None:

@@ -58,15 +58,22 @@ def to_dot(
     return "\n".join([*lines, "}"]) + "\n"
 
 
+#: How long a notebook waits for a drawing, in seconds.
+_PATIENCE = 20
+
+
 def to_svg(dot: str) -> str | None:
-    """Drawn by graphviz's program ``dot``; None where that is not installed."""
+    """Drawn by graphviz's ``dot``; None where that is not installed, fails or takes long."""
     program = shutil.which("dot")
     if program is None:
         return None
-    done = subprocess.run(
-        [program, "-Tsvg"], input=dot, capture_output=True, text=True, encoding="utf-8", check=True
-    )
-    return done.stdout
+    try:
+        done = subprocess.run(
+            [program, "-Tsvg"], input=dot, capture_output=True, encoding="utf-8", timeout=_PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _unique(names: Iterable[str]) -> list[str]:

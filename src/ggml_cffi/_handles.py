@@ -359,8 +359,9 @@ class Owned(Closing, Generic[_Handle]):
         """Free it, and before that all that depends on it. Closing twice is fine.
 
         Raises the first exception of those that freeing them raised; all are closed then, but for
-        what a computation uses: that is a ValueError, and it stays as it is. Where arrays share the
-        memory of one of them it is a BufferError, and all stay open.
+        what a computation uses: that is a ValueError, and it stays as it is, with the memory that
+        it needs. Where arrays share the memory of one of them it is a BufferError, and all stay
+        open.
         """
         self._close()
 
