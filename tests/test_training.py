@@ -1271,7 +1271,7 @@ def test_what_a_trainer_is_made_of(ctx: Context) -> None:
 def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
     network = Network(ctx)
     for operation in (ops.gelu, ops.norm):
-        words = rf"no gradient .*: ADD, .*{operation.__name__.upper()}"
+        words = rf"no gradients of what ADD, .*{operation.__name__.upper()}.* make of .*'w1'"
         options = {"eps": 1e-5} if operation is ops.norm else {}
         with pytest.raises(NotSupportedError, match=words):
             Trainer(network.x, operation(network.y, **options), n_threads=1)
@@ -1281,6 +1281,61 @@ def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
     with pytest.raises(NotSupportedError, match="at most 2048 results, gradients and steps"):
         Trainer(network.x, deep, n_threads=1)
     trainer(network).fit(Dataset(X, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda h, b: h - b, r"what MUL_MAT, SUB make .*: \S*ggml\.c:\d+: GGML_ASSERT"),
+        (lambda h, b: h / b, "what DIV, MUL_MAT make .*same_shape"),
+        (lambda h, b: ops.clamp(h, 0, 1), r"what CLAMP, CONT, MUL_MAT make .*view_src"),
+        (lambda h, b: ops.relu_inplace(h), "GGML_ASSERT"),
+        (lambda h, b: h * ops.mean(h), "is_scalar"),
+        (lambda h, b: ops.sigmoid(h), "SIGMOID make .*(stderr|SIGMOID)"),
+        (lambda h, b: ops.leaky_relu(h, 0.1), "backward pass: LEAKY_RELU$"),
+        (lambda h, b: ops.swiglu(h), "only implemented for split swiglu"),
+    ],
+)
+def test_an_abort_over_gradients_keeps_its_text(ctx: Context, make: Any, words: str) -> None:
+    w = ctx.from_numpy(np.ones((4, 8), np.float32), "w")
+    b = ctx.from_numpy(np.ones(4, np.float32), "b")
+    ctx.allocate("CPU")
+    x = ctx.input((4, 8), name="x")
+    with pytest.raises(NotSupportedError, match=words):
+        Trainer(x, make(x @ w.T, b), n_threads=1)
+
+
+def test_grouped_queries_have_no_gradient_over_a_batch(ctx: Context) -> None:
+    keys = ctx.from_numpy(np.ones((2, 1, 3, 8), np.float32), "keys")
+    ctx.allocate("CPU")
+    x = ctx.input((2, 4, 5, 8), name="x")
+    scores = ops.mul_mat(keys, x)
+    assert scores.shape == (2, 4, 5, 3)
+    with pytest.raises(NotSupportedError, match=r"what MUL_MAT, .*'keys'; .*ggml\.c:\d+"):
+        Trainer(x, ops.reshape_2d(ops.sqr(scores), 60, 2), n_threads=1)
+
+
+def test_a_mask_among_the_parameters_is_named(ctx: Context) -> None:
+    w = ctx.from_numpy(np.ones((4, 8), np.float32), "w")
+    mask = ctx.from_numpy(np.zeros((4, 4), np.float32), "mask")
+    frozen = ctx.from_numpy(np.ones(4, np.float32), "frozen")
+    more = [ctx.from_numpy(np.ones(4, np.float32), f"b{i}") for i in range(9)]
+    ctx.allocate("CPU")
+    x = ctx.input((4, 8), name="x")
+    y = ops.soft_max_ext(x @ w.T, mask) * ops.gelu(frozen)
+    told = (
+        r"what MUL, MUL_MAT, SOFT_MAX make of the parameters '\w+', '\w+'; parameters=\[\.\.\.\] "
+        r"leaves out .*softmax mask not implemented"
+    )
+    with pytest.raises(NotSupportedError, match=told) as caught:
+        Trainer(x, y, n_threads=1, parameters=[w, mask])
+    assert "'w'" in str(caught.value) and "'mask'" in str(caught.value)
+    with Trainer(x, y, n_threads=1, parameters=[w]) as made:
+        made.fit(Dataset(np.ones((4, 8)), np.zeros(4, int)))
+    for one in more:
+        y = y + one
+    with pytest.raises(NotSupportedError, match=r"('\w+', ){8}4 more; parameters="):
+        Trainer(x, y, n_threads=1)
 
 
 def test_gradients_that_ggml_reads_wrongly_are_refused(ctx: Context) -> None:

@@ -28,6 +28,9 @@ from ._model import Model
 GRAPH_SIZE: int = capi.GGML_DEFAULT_GRAPH_SIZE
 """Nodes that ggml makes its graphs for: results, gradients and steps together."""
 
+_NAMED = 8
+"""Parameters that an error names."""
+
 _STEPS = ggml_op.GGML_OP_OPT_STEP_ADAMW, ggml_op.GGML_OP_OPT_STEP_SGD
 
 
@@ -180,13 +183,29 @@ class Engine:
                     f"ggml trains graphs of at most {GRAPH_SIZE} results, gradients and steps; "
                     "with those this one has more"
                 ) from error
-            if "backward pass" in error.message or error.message.endswith("fatal error"):
-                names = {capi.ggml_op_desc(one.handle) for one in Graph(self.model.outputs).nodes}
-                raise NotSupportedError(
-                    "ggml has no gradient of one of the operations that outputs are made by: "
-                    + ", ".join(sorted(map(str, names)))
-                ) from error
-            raise
+            if isinstance(error, MemoryError):
+                raise
+            raise NotSupportedError(self._no_gradient(error)) from error
+
+    def _no_gradient(self, error: AbortError) -> str:
+        """What ggml builds no gradients of, and what it says about it."""
+        trained = {one._address for one in self.model.parameters}
+        operations = set()
+        for node in Graph(self.model.outputs).nodes:
+            if any(one and address(one) in trained for one in node.handle.src):
+                trained.add(node._address)
+                operations.add(str(capi.ggml_op_desc(node.handle)))
+        names = [repr(one.name) for one in self.model.parameters]
+        if len(names) > _NAMED:
+            names[_NAMED:] = [f"{len(names) - _NAMED} more"]
+        told = " ".join(f"{error.message} {error.log}".split())
+        if told.endswith("fatal error"):
+            told += ", after what it wrote to stderr"  # which names the operation
+        return (
+            f"ggml builds no gradients of what {', '.join(sorted(operations))} make of the "
+            f"parameters {', '.join(names)}; parameters=[...] leaves out those that are not to be "
+            f"trained. ggml says: {told}"
+        )
 
     def _reserve(self) -> None:
         """Have the memory for a step, without which ggml would go on and crash."""

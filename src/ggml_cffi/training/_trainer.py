@@ -121,9 +121,10 @@ class Trainer(Owned[_Store]):
     waits for the others. While one does, closing it from another raises ValueError.
 
     Raises ValueError for tensors that are not as above and for a parameter that `outputs` are not
-    made from, NotSupportedError for a meta device, for an operation that ggml has no gradient of or
-    one that its kernels read wrongly (of a parameter that is used transposed, as in ``x @ w``), and
-    for a graph that is too large, MemoryError where the device has too little memory.
+    made from, NotSupportedError for a meta device, for what ggml builds no gradients of (its own
+    text says where it gave up), for a gradient that its kernels read wrongly (of a parameter that
+    is used transposed, as in ``x @ w``), and for a graph that is too large, MemoryError where the
+    device has too little memory.
     """
 
     def __init__(
