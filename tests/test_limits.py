@@ -8,9 +8,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from _release import PINNED
+
+from ggml_cffi import Context, Graph, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDINGS = {-signal.SIGSEGV, -signal.SIGABRT}
@@ -130,6 +134,53 @@ def test_a_normalised_row_that_goes_into_a_product_only() -> None:
         assert (fused.returncode, fused.stdout) == (0, "7.0\n2.0\n"), fused.stderr
     apart = child(body.format(first="capi.ggml_set_output(rows)"))
     assert (apart.returncode, apart.stdout) == (0, "1.0\n2.0\n"), apart.stderr
+
+
+def test_a_convolution_that_computes_in_f16() -> None:
+    """ggml gathers the data in f16, whatever its type; the direct ones compute in f32."""
+    rng = np.random.default_rng(0)
+    lengths = {"n_channels": 3, "n_batch": 1, "n_channels_out": 4}
+    in_3d = dict.fromkeys(("s0", "s1", "s2", "d0", "d1", "d2"), 1) | {"p0": 0, "p1": 0, "p2": 0}
+    line = (4, 3, 3), (1, 3, 8)
+    plane = (4, 3, 3, 3), (1, 3, 8, 8)
+    room = (12, 3, 3, 3), (3, 8, 8, 8)
+
+    def computed(make: Any, shapes: Any, factor: float) -> Any:
+        kernel, data = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        with Context() as ctx:
+            held = ctx.from_numpy(kernel, name="kernel")
+            ctx.allocate("CPU")
+            result = make(held, ctx.input(data.shape, name="x"))
+            return Graph(result).compile("CPU", n_threads=1)(x=data * np.float32(factor))
+
+    halves = [
+        (ops.conv_1d, line),
+        (lambda k, x: ops.conv_1d_ph(k, x, 1, 1), line),
+        (ops.conv_1d_dw, ((3, 1, 3), (1, 3, 8))),
+        (ops.conv_2d, plane),
+        (ops.conv_2d_s1_ph, plane),
+        (lambda k, x: ops.conv_3d(k, x, 3), room),
+    ]
+    direct = [
+        (ops.conv_2d_direct, plane),
+        (ops.conv_2d_dw_direct, ((3, 1, 3, 3), (1, 3, 8, 8))),
+        (lambda k, x: ops.conv_3d_direct(k, x, **in_3d, **lengths), room),
+    ]
+    for make, shapes in halves:
+        assert np.isfinite(computed(make, shapes, 1)).all()
+        if PINNED:
+            assert not np.isfinite(computed(make, shapes, 1e6)).any()
+    for make, shapes in direct:
+        assert np.isfinite(computed(make, shapes, 1e6)).all()
+
+    with Context() as ctx:  # what it costs: a kernel of one number
+        one = ctx.from_numpy(np.ones((1, 1, 1, 1), np.float32), name="one")
+        ctx.allocate("CPU")
+        x = ctx.input((1, 1, 1, 1), name="x")
+        number = np.full((1, 1, 1, 1), 1 + 2**-12, np.float32)
+        assert Graph(ops.conv_2d_direct(one, x)).compile("CPU")(x=number) == number
+        if PINNED:
+            assert Graph(ops.conv_2d(one, x)).compile("CPU")(x=number) == 1
 
 
 @pytest.mark.no_sanitizer
