@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from _release import needs_meta
 
-from ggml_cffi import GGUFFile, GGUFWriter, SplitState, capi
+from ggml_cffi import Context, GGUFFile, GGUFWriter, Graph, MetaDevice, SplitState, capi, ops
 from ggml_cffi.meta import SplitAxis, TensorInfo, policies
 
 F32, Q4_K = 0, 12
@@ -219,6 +219,57 @@ def test_a_llama_with_grouped_queries(path: Path) -> None:
     assert policy(weight("output.weight", 256, 100), 2) == SplitState.split(1, [50, 50])
     for name in ("token_embd.weight", "blk.0.attn_norm.weight", "output_norm.weight"):
         assert policy(weight(name, 256, 100), 2) == MIRRORED
+
+
+def test_a_cache_is_cut_between_kv_heads_or_not_at_all(path: Path) -> None:
+    with transformer(path, heads=8, kv_heads=4, hidden=512) as file:
+        policy = policies.gguf(file, [3, 1])
+    for name in ("cache_k_l0", "cache_v_l0"):
+        rows, heads = weight(name, 128, 16), weight(name, 32, 16, 4)
+        assert policy(rows, 2) == SplitState.split(0, [96, 32])
+        assert policy(heads, 2) == SplitState.split(2, [3, 1])
+        assert policy(weight(name, 128, 16, 2), 2) == SplitState.split(0, [96, 32])  # 2 sequences
+        assert policy(weight(name, 32, 16, 4, 2), 2) == SplitState.split(2, [3, 1])
+        assert policy.why(heads, 2) == policy.why(rows, 2) == "between KV heads in attention 0"
+        for ne in ((32, 4, 16), (16, 32, 4), (32, 16), (64, 16), (256, 16), (32, 16, 8)):
+            other = weight(name, *ne)
+            assert policy(other, 2) == MIRRORED
+            told = f"shape {other.shape}, expected (places, 128) or (4, places, 32)"
+            assert policy.why(other, 2) == f"a cache of {told}"
+
+
+def test_caches_of_keys_and_values_have_the_width_of_theirs(path: Path) -> None:
+    lengths = {"made.attention.key_length": 48, "made.attention.value_length": 32}
+    with made(path, NUMBERS | lengths) as file:
+        policy = policies.gguf(file, [1, 1])
+    kv = NUMBERS["made.attention.head_count_kv"]
+    for name, width in (("cache_k_l0", 48), ("cache_v_l0", 32)):
+        half = kv // 2
+        assert policy(weight(name, kv * width, 9), 2) == SplitState.split(0, [half * width] * 2)
+        assert policy(weight(name, width, 9, kv), 2) == SplitState.split(2, [half, half])
+        assert policy(weight(name, kv * (80 - width), 9), 2) == MIRRORED
+
+
+@needs_meta
+def test_a_cache_with_the_heads_outside_goes_through_a_graph(path: Path) -> None:
+    """As docs/tensor_parallel.md has it: the cache and the new rows by concat."""
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((4, 16, 32), np.float32)
+    with transformer(path, heads=8, kv_heads=4, hidden=512) as file:
+        policy = policies.gguf(file, [3, 1])
+        with MetaDevice(["CPU"] * 2, policy, on_error="raise") as device, Context() as ctx:
+            cache = ctx.from_numpy(numbers, name="cache_k_l0")
+            w = ctx.from_numpy(rng.standard_normal((128, 256), np.float32), "blk.0.attn_k.weight")
+            ctx.allocate(device)
+            x = ctx.input((1, 256), name="x")
+            rows = ops.reshape_3d(x @ w.T, 32, 4, 1)
+            now = ops.concat(cache, ops.cont(ops.permute(rows, 0, 2, 1, 3)), 1)
+            graph = Graph(now)
+            assert device.plan(graph)["cache_k_l0"].split == SplitState.split(2, [3, 1])
+            given = rng.standard_normal((1, 256), np.float32)
+            found = graph.compile(device)(x=given)
+            new = (given @ w.numpy().T).reshape(4, 1, 32)
+    np.testing.assert_allclose(found, np.concatenate([numbers, new], 1), rtol=1e-4, atol=1e-4)
 
 
 @needs_meta
@@ -565,7 +616,7 @@ def test_equal_layers_are_printed_once(n: int) -> None:
 def test_the_numbers_of_equal_layers_are_an_expression(path: Path) -> None:
     with made(path, NUMBERS | {"made.block_count": 18}) as file:
         lines = str(policies.gguf(file, [1, 1])).splitlines()
-    assert r"cache_[kv]_l(?P<layer>[0-9]|1[0-7]): row-parallel in attention {layer}" in lines
+    assert r"cache_[kv]_l(?P<layer>[0-9]|1[0-7]): between KV heads in attention {layer}" in lines
     policy = policies.hugging_face(CONFIG | {"num_hidden_layers": 126}, [1, 1])
     assert "cache_[kv]_l(?P<layer>[0-9]|([1-9]|1[01])[0-9]|12[0-5])" in str(policy)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._numbers import describe, integer, show
 from ._split import ratios as _ratios
-from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules
+from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules, _Cache
 
 if TYPE_CHECKING:
     from ..gguf import GGUFFile
@@ -91,7 +91,7 @@ class Names:
     columns: str
     """Queries, keys and values, weights and biases, and the sinks of heads."""
     cache: str
-    """What is kept of keys and values: a row for each token."""
+    """What is kept of keys and values."""
     fused: str
     """Queries, keys and values in one."""
     output: str
@@ -206,7 +206,8 @@ def rules(
                 layer.kv_heads * layer.value_length,
             )
             add(names.columns, Column("attention {layer}"))
-            add(names.cache, Row("attention {layer}"))
+            sizes = layer.kv_heads, layer.key_length, layer.value_length
+            add(names.cache, _Cache("attention {layer}", *sizes))
             add(names.fused, Fused(lengths, "attention {layer}"))
             add(names.output, Row("attention {layer}"))
         if ffn is None:

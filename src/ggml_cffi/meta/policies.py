@@ -221,7 +221,8 @@ class Column:
 class Row:
     """Row-parallel: the columns of the weight (axis 0) are shared out; the results are addends.
 
-    Also for a cache of keys or values, a row for each token, of which each device has its heads.
+    Also for a cache of keys or values of shape (places, KV heads x width), of which each device
+    has its heads.
     """
 
     group: str = ""
@@ -231,6 +232,47 @@ class Row:
 
     def __str__(self) -> str:
         return f"row-parallel{_of(self.group)}"
+
+
+@dataclass(frozen=True)
+class _Cache(Row):
+    """A cache of keys or values, cut between KV heads; mirrored where its shape shows none.
+
+    `keys` and `values` are the lengths of a head.
+    """
+
+    kv_heads: int = 0
+    keys: int = 0
+    values: int = 0
+
+    def _state(self, info: TensorInfo, shares: Shares) -> SplitState:
+        axis = self._axis(info)
+        if axis is None:
+            return SplitState.mirrored()
+        return SplitState.split(axis, shares(self.group, info.ne[axis]))
+
+    def _axis(self, info: TensorInfo) -> int | None:
+        """Where the KV heads are: within a row, or outermost."""
+        length = self._length(info)
+        if info.ne[0] == self.kv_heads * length:
+            return 0
+        return 2 if info.ne[0] == length and info.ne[2] == self.kv_heads else None
+
+    def _length(self, info: TensorInfo) -> int:
+        return self.values if info.name.startswith("cache_v") else self.keys
+
+    def _why_whole(self, info: TensorInfo) -> str:
+        """Why it is mirrored; "" where it is cut."""
+        if self._axis(info) is not None:
+            return ""
+        n, length = self.kv_heads, self._length(info)
+        return (
+            f"a cache of shape {info.shape}, expected (places, {n * length}) or "
+            f"({n}, places, {length})"
+        )
+
+    def __str__(self) -> str:
+        return f"between KV heads{_of(self.group)}"
 
 
 @dataclass(frozen=True)
@@ -416,6 +458,8 @@ class Rules(Policy):
         match, chosen = found
         if isinstance(chosen, Mirror) and chosen.why:
             return chosen.why
+        if isinstance(chosen, _Cache) and (why := chosen._why_whole(info)):
+            return why
         return _in_layer(str(chosen), match)
 
     def _rule(self, info: TensorInfo) -> tuple[re.Match[str], Cut] | None:
@@ -475,8 +519,11 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
     them, is mirrored as well. In the first of several files ("split.count") nothing counts as
     missing.
 
-    A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. There
-    is no rule for other names: ``gguf(...) | policy`` asks another, else they are mirrored.
+    A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. It is
+    cut between KV heads, of width the length of a key or a value: of shape ``(places, KV heads x
+    width)`` within the rows, of ``(KV heads, places, width)`` along its first axis; one of another
+    shape is mirrored, and `why` says so. There is no rule for other names: ``gguf(...) | policy``
+    asks another, else they are mirrored.
 
     Raises ValueError for a file that lacks the numbers of a transformer in its metadata or has
     others there than there can be (negative ones, more than 1024 layers, too few in an array for
