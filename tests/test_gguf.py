@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from _gguf import array, kv, make, string, tensor
 
-from ggml_cffi import capi
+from ggml_cffi import Context, capi, dequantize, quantize
+from ggml_cffi.dtypes import type_name
 from ggml_cffi.enums import ggml_type, gguf_type
 from ggml_cffi.gguf import GGUFArray, GGUFError, GGUFFile, GGUFWriter
 
@@ -184,6 +185,47 @@ def test_tensors(tmp_path: Path) -> None:
         with pytest.raises(KeyError):
             file.tensors["x"]
         del a, view
+
+
+def test_tensors_are_arrays_to_numpy(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).standard_normal((2, 64), np.float32)
+    with GGUFWriter(tmp_path / "f") as writer:
+        writer.add_tensor("plain", numbers)
+        writer.add_tensor("halves", numbers, "bf16")
+        writer.add_tensor("blocks", numbers, "q8_0")
+        writer.add_tensor("one", np.float32(7))
+    with GGUFFile(tmp_path / "f") as file, Context() as ctx:
+        plain, halves, blocks, one = file.tensors.values()
+        found = np.asarray(plain)
+        assert found.shape == (2, 64) and found.dtype == np.float32 and (found == numbers).all()
+        assert not found.flags.writeable and np.shares_memory(found, plain.data)
+        assert np.asarray(halves).dtype.name == "bfloat16" and np.asarray(one).shape == ()
+        rounded = dequantize(quantize(numbers, "q8_0"), "q8_0")
+        np.testing.assert_array_equal(np.asarray(blocks), rounded)
+        assert np.asarray(blocks, np.float64).dtype == np.asarray(plain, "f8").dtype == np.float64
+        np.testing.assert_array_equal(np.array(plain, "f8"), numbers)
+
+        copies = plain.numpy(copy=True), blocks.numpy(copy=True), np.array(plain, copy=True)
+        for copied in copies:
+            assert copied.flags.writeable and not np.shares_memory(copied, plain.data)
+        assert np.shares_memory(plain.numpy(copy=False), plain.data)
+        for take in (blocks.numpy, blocks.__array__):
+            with pytest.raises(ValueError, match=r"'blocks' q8_0 .* have to be copied"):
+                take(copy=False)
+        with pytest.raises(ValueError, match=r"'plain' f32 .* is not of float64"):
+            plain.__array__(np.float64, copy=False)
+
+        np.testing.assert_array_equal(quantize(plain, "q8_0"), quantize(numbers, "q8_0"))
+        made = [ctx.from_numpy(t, f"made {t.name}") for t in (plain, halves, blocks)]
+        written = ctx.tensor((2, 64), "f32", name="written")
+        ctx.allocate("CPU")
+        written.set(blocks)
+        for tensor, kind in zip([*made, written], ("f32", "bf16", "f32", "f32"), strict=True):
+            assert type_name(tensor.type) == kind
+        for tensor in (made[2], written):
+            np.testing.assert_array_equal(tensor.numpy(copy=True), rounded)
+        np.testing.assert_array_equal(made[0].numpy(copy=True), numbers)
+        del found
 
 
 def test_closing_waits_for_arrays(tmp_path: Path) -> None:

@@ -245,20 +245,37 @@ class GGUFTensor:
         start = self._entry.start if self.nbytes else 0
         return self._source.whole()[start : start + self.nbytes]
 
-    def numpy(self) -> npt.NDArray[Any]:
+    def numpy(self, copy: bool | None = None) -> npt.NDArray[Any]:
         """Its numbers, in `shape`: float32 for quantised types, else the dtype of its type.
 
         Those of quantised types are a copy, all others a view of the file's map that cannot be
-        written. Raises ValueError once the file is closed, NotSupportedError for the types that
-        ggml cannot convert to numbers, and ImportError for bf16 where ml_dtypes is not installed.
+        written. ``copy=True`` always copies, ``copy=False`` raises ValueError where it would.
+
+        Raises ValueError once the file is closed, NotSupportedError for the types that ggml cannot
+        convert to numbers, and ImportError for bf16 where ml_dtypes is not installed.
         """
         if not is_quantized(self.type):
-            dtype = numpy_dtype(self.type)
-            assert dtype is not None  # all others are quantised
-            return self.data.view(dtype).reshape(self.shape)
+            view = self.data.view(self._dtype).reshape(self.shape)
+            return view.copy() if copy else view
+        if copy is False:
+            raise ValueError(f"{self!r} is quantised: its numbers have to be copied")
         shape = self.shape or (1,)
         row = shape[-1] // capi.ggml_blck_size(self.type) * capi.ggml_type_size(self.type)
         return quants.dequantize(self.data.reshape(*shape[:-1], row), self.type)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        """That of the array that `numpy` gives."""
+        return np.dtype(np.float32 if is_quantized(self.type) else numpy_dtype(self.type))
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        if dtype is None or np.dtype(dtype) == self._dtype:
+            return self.numpy(copy)
+        if copy is False:
+            raise ValueError(f"{self!r} is not of {np.dtype(dtype)}: it has to be copied")
+        return self.numpy().astype(dtype)
 
     def __repr__(self) -> str:
         return f"<GGUFTensor {self.name!r} {type_name(self.type)} {self.shape}>"
