@@ -21,7 +21,7 @@ from _release import needs_meta
 from ggml_cffi import MetaDevice, SplitState, capi, ops, quants
 from ggml_cffi.context import Context
 from ggml_cffi.enums import ggml_type, gguf_type
-from ggml_cffi.errors import AbortError
+from ggml_cffi.errors import AbortError, GGMLError
 from ggml_cffi.gguf import GGUFError, GGUFFile, GGUFWriter
 
 FORMS = {
@@ -107,6 +107,39 @@ def test_python_values(tmp_path: Path, value: object, kind: int, data: bytes) ->
     with GGUFFile(tmp_path / "f") as file:
         found = file.metadata["k"]
         assert found == (list(value) if isinstance(value, (np.ndarray, tuple)) else value)
+
+
+def test_a_value_of_a_file_by_its_key(tmp_path: Path) -> None:
+    """Numbers of a mapping are Python's; the file tells their types."""
+
+    def fill(writer: GGUFWriter) -> None:
+        writer.set("u", 5, "uint32")
+        writer.set("f", 1.5, "float32")
+        writer.set("s", "text")
+        writer.set("numbers", [1, 2], "uint32")
+        writer.set("empty", [], "uint8")
+        writer.set("nested", [[1], [2, 3]], "uint16")
+
+    whole = write(tmp_path / "f", fill)
+    with GGUFFile(tmp_path / "f") as file:
+        m = file.metadata
+        assert write(tmp_path / "g", lambda w: w.update(m)) == whole
+        assert write(tmp_path / "g", lambda w: [w.set(k, m[k], m.type(k)) for k in m]) == whole
+        write(tmp_path / "g", lambda w: w.update(dict(m)))
+        with GGUFFile(tmp_path / "g") as python:
+            names = {key: python.metadata.type(key).name for key in ("u", "f")}
+            assert names == {"u": "GGUF_TYPE_INT32", "f": "GGUF_TYPE_FLOAT64"}
+            for key in ("numbers", "empty", "nested"):
+                assert python.metadata.raw(key) == m.raw(key)
+
+
+def test_arrays_of_arrays_are_for_this_package_alone(tmp_path: Path) -> None:
+    """They are in the format; ggml's reader refuses them."""
+    write(tmp_path / "f", lambda w: w.set("k", [[1, 2], [3, 4]]))
+    with GGUFFile(tmp_path / "f") as file:
+        assert file.metadata["k"] == [[1, 2], [3, 4]]
+    with pytest.raises(GGMLError, match="invalid GGUF type 9"):
+        capi.gguf_init_from_file(str(tmp_path / "f"))
 
 
 BAD: list[tuple[type[Exception], str, tuple[Any, ...]]] = [

@@ -36,10 +36,13 @@ def metadata_type(value: object) -> int:
 def encode(key: str, value: object, type: object = None) -> tuple[int, bytes]:
     """A value's type and its bytes in the file.
 
-    `type` is that of the value, of an array that of its innermost elements.
+    `type` is that of the value, of an array that of its innermost elements; a file's array has
+    its own, also where it is that of arrays.
     """
     what = f"metadata key {key!r}"
     kind = None if type is None else metadata_type(type)
+    if kind == fmt.ARRAY and isinstance(value, GGUFArray):
+        kind = None  # as `Metadata.type` has it
     if kind == fmt.ARRAY:
         raise ValueError(f"{what}: type is array, expected that of the elements")
     if isinstance(value, GGUFArray) and kind is None:

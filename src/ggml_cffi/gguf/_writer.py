@@ -85,9 +85,15 @@ class GGUFWriter(Closing):
         """Set a key of the metadata; one that is there keeps its place.
 
         `type` is a `gguf_type` or its name, such as ``"uint32"``; of an array that of the elements.
-        By default NumPy's scalars and arrays and a file's values have their own; an int is int32,
+        By default NumPy's scalars and arrays and a file's arrays have their own; an int is int32,
         or int64 or uint64 where it has to be, a float is float64, and the elements of a list
         likewise, all of one type. Models want uint32 and float32 for most keys.
+
+        Numbers of a file's `Metadata` are Python's, and do not know their types there: `update`
+        keeps those, and so does ``set(key, metadata[key], metadata.type(key))``.
+
+        The format has arrays of arrays, and `GGUFFile` reads them; ggml itself does not, nor what
+        opens files through it, llama.cpp among them.
 
         Raises TypeError for values and types that do not go together, and for an empty list without
         a type (ValueError); ValueError for a number that the type cannot hold, for a key that is
