@@ -1295,6 +1295,7 @@ def test_what_ggml_cannot_differentiate(ctx: Context) -> None:
         (lambda h, b: ops.leaky_relu(h, 0.1), "backward pass: LEAKY_RELU$"),
         (lambda h, b: ops.swiglu(h), "only implemented for split swiglu"),
     ],
+    ids=["sub", "div", "clamp", "in place", "mean", "sigmoid", "leaky_relu", "swiglu"],
 )
 def test_an_abort_over_gradients_keeps_its_text(ctx: Context, make: Any, words: str) -> None:
     w = ctx.from_numpy(np.ones((4, 8), np.float32), "w")
