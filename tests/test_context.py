@@ -171,6 +171,79 @@ def test_numbers_that_cannot_be_written(ctx: Context, where: str) -> None:
     np.testing.assert_allclose(bad.numpy(), numbers, rtol=1e-3)
 
 
+def test_what_a_block_raises_comes_out_of_it() -> None:
+    """Also where the traceback keeps an array, over which the Context cannot be closed yet."""
+    kept = []
+    with pytest.raises(ZeroDivisionError), Context() as context:
+        tensor = context.from_numpy(np.ones(3, np.float32))
+        context.allocate("CPU")
+        kept.append(tensor.numpy())
+        raise ZeroDivisionError
+    assert not context.closed
+    kept.clear()
+    context.close()
+    with pytest.raises(BufferError), Context() as context:
+        tensor = context.from_numpy(np.ones(3, np.float32))
+        context.allocate("CPU")
+        kept.append(tensor.numpy())
+
+
+class Overflows:
+    """A constant whose numbers overflow as they are written, when something else is done."""
+
+    def __init__(self, ctx: Context, meanwhile: Any) -> None:
+        self.first = ctx.from_numpy(np.full((512, 512), 7.0), "first", dtype="f32")
+        ctx.from_numpy(np.full(4, 1e300), "large", dtype="f32")
+        self.last = ctx.from_numpy(np.full(4, 7.0, np.float32), "last")
+        self.ctx, self.meanwhile = ctx, meanwhile
+
+    def allocate(self) -> None:
+        with np.errstate(over="call", call=lambda kind, flag: self.meanwhile(self)):
+            self.ctx.allocate("CPU")
+
+
+def test_an_array_that_is_taken_while_allocating_fails_stays_good() -> None:
+    ctx, taken = Context(), []
+
+    def take(case: Overflows) -> None:
+        taken.append(case.first.numpy())
+        raise RuntimeError("writing fails")
+
+    case = Overflows(ctx, take)
+    with pytest.raises(RuntimeError, match="writing fails"):
+        case.allocate()
+    assert not case.first.has_memory and (taken[0] == 7).all()
+    with pytest.raises(BufferError, match="arrays share the memory of 1 of"):
+        ctx.close()
+    case.meanwhile = lambda case: None
+    case.allocate()
+    assert case.first.numpy() is not taken[0]
+    case.first.set(np.zeros((512, 512)))
+    assert (taken[0] == 7).all() and not case.first.numpy().any()
+    taken.clear()
+    ctx.close()
+
+
+def test_a_graph_is_compiled_before_tensors_have_memory_or_once_they_have_numbers() -> None:
+    found: list[Any] = []
+
+    def use(case: Overflows) -> None:
+        found.append(Graph(case.last + 1).compile("CPU", 1)())
+
+    def start(case: Overflows) -> None:
+        thread = threading.Thread(target=use, args=(case,))
+        thread.start()
+        thread.join(0.2)
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    with Context() as ctx:
+        case = Overflows(ctx, start)
+        case.allocate()
+        threads[0].join(30)
+        np.testing.assert_array_equal(found[0], np.full(4, 8))
+
+
 @needs_meta
 def test_a_split_that_fails(ctx: Context) -> None:
     def split(info: Any, n: int) -> Any:

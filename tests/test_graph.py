@@ -20,6 +20,7 @@ from ggml_cffi import (
     Scheduler,
     SplitError,
     SplitState,
+    _drawing,
     capi,
     device,
     diagnostics,
@@ -229,6 +230,37 @@ def test_an_input_as_output(ctx: Context) -> None:
 
 
 # ---- inputs
+
+
+def test_a_constant_is_not_written_into(ctx: Context) -> None:
+    """Each compiled graph has its own, which no other would see."""
+    cache = ctx.from_numpy(np.zeros((4, 3), np.float32), name="cache")
+    rows, ids = ctx.input((1, 3), name="rows"), ctx.input(1, "i64", name="ids")
+    graph = Graph(ops.set_rows(cache, rows, ids))
+    with pytest.raises(ValueError, match=r"SET_ROWS writes into .*'cache'.* allocate its Context"):
+        graph.compile("CPU")
+    ctx.allocate("CPU")
+    graph.compile("CPU")(rows=np.ones((1, 3)), ids=[2])
+    assert (cache[2].numpy() == 1).all() and not cache[:2].numpy().any()
+
+
+def test_inputs_of_any_name(ctx: Context) -> None:
+    made = Graph(ctx.input(3, name="self") * ctx.input(3, name="inputs")).compile("CPU", 1)
+    given = {"self": [1, 2, 3], "inputs": [4, 5, 6]}
+    for found in (made(**given), *made.run(**given).values()):
+        np.testing.assert_array_equal(found, [4, 10, 18])
+
+
+@pytest.mark.parametrize("program", ["exit 1", "sleep 60", "not a program"])
+def test_a_drawing_that_fails_is_none(
+    ctx: Context, program: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dot = tmp_path / "dot"
+    dot.write_text(program if "not" in program else f"#!/bin/sh\nexec {program}\n")
+    dot.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(_drawing, "_PATIENCE", 0.3)
+    assert Graph(ctx.input(3, name="x") * 2)._repr_svg_() is None
 
 
 @needs_meta

@@ -196,7 +196,8 @@ class Context(Owned[_Store]):
         `dtype` is the array's by default; numbers are converted, and quantised, as `Tensor.set`
         does. An array of uint8 for a quantised type has its blocks, as `quantize` gives them: of
         shape ``(..., bytes of a row)``. The array is not copied before: do not change it until
-        then.
+        then. In a graph that is compiled before `allocate` it is a constant of that graph, with
+        memory of its own there.
 
         Raises ValueError, TypeError and OverflowError as `tensor` and `Tensor.set` do.
         """
@@ -262,6 +263,7 @@ class Context(Owned[_Store]):
     ) -> int:
         store = self.handle
         done: list[types.ggml_backend_buffer] = []
+        lent = self._lent.count
         if reorders(kind):
             bare = (t for a in store.leaves for t in _tensors(a) if _tensor.is_without_memory(t))
             check_weights(where.handle, kind, map(_described, bare))
@@ -284,8 +286,11 @@ class Context(Owned[_Store]):
             self._lent.views.clear()  # of what has been written
             for arena, buffer in ((a, b) for a in store.leaves for b in done):
                 lib.ggml_cffi_forget_buffer(arena, buffer)
-            for buffer in done:
-                capi.ggml_backend_buffer_free(buffer)
+            if self._lent.count > lent:  # arrays that were taken meanwhile: freed with the rest
+                store.buffers += done
+            else:
+                for buffer in done:
+                    capi.ggml_backend_buffer_free(buffer)
             raise
         store.buffers += done
         # a meta device gives all tensors of an arena memory anew

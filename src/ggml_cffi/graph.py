@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from ._runtime import helper
 from ._splits import naming_the_node
 from .backend import Backend, Turn, thread
 from .capi import types
-from .context import homes_of, reachable
+from .context import Context, homes_of, reachable
 from .device import Device
 from .enums import ggml_op
 from .errors import AbortError, SplitError
@@ -30,6 +30,13 @@ from .scheduler import OnScheduler, Scheduler, as_target
 from .tensor import Tensor, check_numbers, check_readable, is_without_memory
 
 __all__ = ["Compiled", "Graph"]
+
+_VIEWS = {
+    ggml_op.GGML_OP_VIEW,
+    ggml_op.GGML_OP_RESHAPE,
+    ggml_op.GGML_OP_PERMUTE,
+    ggml_op.GGML_OP_TRANSPOSE,
+}
 
 
 class Graph:
@@ -178,6 +185,14 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self._order())} tensors>"
+
+
+def _while_still(contexts: Sequence[Context], function: Callable[[], None]) -> None:
+    """Call it while nobody allocates these, nor describes tensors in them."""
+    if not contexts:
+        return function()
+    with contexts[0]._lock:
+        return _while_still(contexts[1:], function)
 
 
 class _Memory(Protocol):
@@ -365,7 +380,9 @@ class Compiled(Owned[_Store]):
         mend: bool,
     ) -> None:
         where = target.device if isinstance(target, Backend) else target
-        self._copy(store, graph, where, mend)
+        # what another thread allocates has memory with its numbers by then, or has none
+        contexts = sorted(reachable(graph._contexts), key=id)
+        _while_still(contexts, lambda: self._copy(store, graph, where, mend))
         if any(one._reordered for one in reachable(graph._contexts)):
             self._check_weights(target)
         if isinstance(target, Scheduler):
@@ -396,6 +413,7 @@ class Compiled(Owned[_Store]):
                 raise ValueError(f"keep names {name!r}, which is no input; {self._expected()}")
             capi.ggml_set_output(self._inputs[name].handle)
         self._outputs = {name: self._copy_of(one) for name, one in graph._named.items()}
+        self._check_constants(copies)
         if isinstance(where, MetaDevice):
             copies = self._split(where, order, store.context, copies, mend)
         for one in self._outputs.values():
@@ -466,6 +484,17 @@ class Compiled(Owned[_Store]):
         if old.name in self._inputs:
             raise ValueError(f"two inputs have the name {old.name!r}")
         self._inputs[old.name] = new
+
+    def _check_constants(self, copies: Sequence[types.ggml_tensor]) -> None:
+        """Raise ValueError for what would be written into, and seen by no other graph."""
+        constants = {address(one.handle): one for one, _ in self._constants}
+        for node in copies if constants else ():
+            written = node.view_src and constants.get(address(node.view_src))
+            if written and ggml_op(node.op) not in _VIEWS:
+                raise ValueError(
+                    f"{capi.ggml_op_desc(node)} writes into {written!r}, which has no memory yet "
+                    "and is a constant of the graph: allocate its Context before"
+                )
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
         return self._home(self._copies[tensor._address], tensor.ndim)

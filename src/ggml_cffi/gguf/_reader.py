@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,19 +154,6 @@ class GGUFFile(Closing):
                 ) from None
             self._source.closed = True
             self._end()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it; after an exception, whose traceback may keep arrays, once those are gone."""
-        try:
-            self.close()
-        except BufferError:
-            if error is None:
-                raise
 
     def __repr__(self) -> str:
         what = "closed" if self.closed else f"{len(self.tensors)} tensors"
