@@ -173,19 +173,23 @@ def test_numbers_that_cannot_be_written(ctx: Context, where: str) -> None:
 
 def test_what_a_block_raises_comes_out_of_it() -> None:
     """Also where the traceback keeps an array, over which the Context cannot be closed yet."""
-    kept = []
-    with pytest.raises(ZeroDivisionError), Context() as context:
-        tensor = context.from_numpy(np.ones(3, np.float32))
-        context.allocate("CPU")
-        kept.append(tensor.numpy())
-        raise ZeroDivisionError
-    assert not context.closed
-    kept.clear()
-    context.close()
-    with pytest.raises(BufferError), Context() as context:
-        tensor = context.from_numpy(np.ones(3, np.float32))
-        context.allocate("CPU")
-        kept.append(tensor.numpy())
+    kept: list[Any] = []
+
+    def block(context: Context, error: type[BaseException] | None) -> None:
+        with context:
+            tensor = context.from_numpy(np.ones(3, np.float32))
+            context.allocate("CPU")
+            kept.append(tensor.numpy())
+            if error is not None:
+                raise error
+
+    for error, comes in ((ZeroDivisionError, ZeroDivisionError), (None, BufferError)):
+        context = Context()
+        with pytest.raises(comes):
+            block(context, error)
+        assert not context.closed
+        kept.clear()
+        context.close()
 
 
 class Overflows:

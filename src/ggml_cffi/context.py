@@ -149,8 +149,7 @@ class Context(Owned[_Store]):
 
         `dtype` is what `dtypes.element_type` takes: a ggml type, its name or a NumPy dtype.
         `allocate` gives it memory; without, it is an input of the graphs that it is part of. What
-        is in that memory is undefined until it is written: `tensor.set(np.zeros(tensor.shape,
-        int))` clears it.
+        is in that memory is undefined until it is written: ``tensor[...] = 0`` clears it.
 
         Raises ValueError for a shape of more than 4 axes or with negative ones, and where the last
         axis is no multiple of the type's block; TypeError for what is no shape.

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from ._numbers import describe, integer, show
-from ._split import ratios as _ratios
+from ._numbers import ratios as _ratios
 from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules, _Cache
 
 if TYPE_CHECKING:

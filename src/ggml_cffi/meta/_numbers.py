@@ -49,17 +49,22 @@ def integers(value: object, name: str, where: str, length: int | None = None) ->
 
 def ratios(values: Iterable[object], where: str) -> list[Fraction]:
     """Proportions, exact. Raises TypeError and ValueError for all that is none, or if all are 0."""
+    given = list(values)
     found: list[Fraction] = []
-    for j, value in enumerate(values):
+    for j, value in enumerate(given):
         is_bool = isinstance(value, (bool, np.bool_))
         if is_bool or not isinstance(value, (int, float, Fraction, np.integer, np.floating)):
             raise TypeError(f"{where}: ratio {j} is {describe(value)}, expected a number")
         number = value if isinstance(value, (int, Fraction)) else float(value)
-        if not math.isfinite(number) or number < 0:
-            raise ValueError(f"{where}: ratio {j} is {number!r}, expected 0 or more, finite")
+        try:
+            good = math.isfinite(number) and number >= 0
+        except OverflowError:  # beyond what a float holds
+            good = False
+        if not good:
+            raise ValueError(f"{where}: ratio {j} is {show(number)}, expected 0 or more, finite")
         found.append(Fraction(number))
     if not any(found):
-        raise ValueError(f"{where}: the ratios are {show(found)}, expected at least one above 0")
+        raise ValueError(f"{where}: the ratios are {show(given)}, expected at least one above 0")
     return found
 
 

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import _numbers
-from ._numbers import describe, integer, integers, items, show
+from ._numbers import describe, integer, integers, items, ratios, show
 
 MAX_DEVICES = 16  # GGML_BACKEND_META_MAX_DEVICES
 MAX_SEGMENTS = 16  # length of ggml_backend_meta_split_state.nr
@@ -337,20 +336,6 @@ def _axis(value: object, where: str) -> SplitAxis:
 
 def _repeats(value: object, n_segments: int, where: str) -> tuple[int, ...]:
     return (1,) * n_segments if value is None else integers(value, "nr", where, n_segments)
-
-
-def ratios(values: Iterable[object], where: str) -> list[Fraction]:
-    """Proportions, exact; errors as `_numbers.ratios`, also for what no float holds."""
-    found = list(values)
-    for j, value in enumerate(found):
-        try:
-            if isinstance(value, (int, Fraction)):
-                float(value)
-        except OverflowError:
-            raise ValueError(
-                f"{where}: ratio {j} is {show(value)}, expected 0 or more, finite as a float"
-            ) from None
-    return _numbers.ratios(found, where)
 
 
 def cut(

@@ -19,8 +19,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, TypeAlias
 
 from ._numbers import describe, integer, integers
+from ._numbers import ratios as _ratios
 from ._split import MAX_DEVICES, SplitAxis, SplitState, TensorInfo, check_answer, cut
-from ._split import ratios as _ratios
 
 if TYPE_CHECKING:
     from ..gguf import GGUFFile
