@@ -38,7 +38,8 @@ def assign(tensor: Tensor, key: object, value: npt.ArrayLike) -> None:
         for axis, term in enumerate(taken):
             if not isinstance(term, slice):
                 _position(tensor, term, axis, tensor.shape[axis])
-        part = tensor.numpy()[(*terms, ...)]
+        place = (*terms, ...)
+        part = tensor.numpy()[place]
         part[...] = _fitting(tensor, numbers, part.shape)
         return
     scratch = capi.ggml_init(mem_size=2 * capi.ggml_tensor_overhead(), no_alloc=True)
