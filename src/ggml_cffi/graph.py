@@ -218,7 +218,7 @@ class OnBackend:
         self.turn: Turn = Turn([backend])
         kind = capi.ggml_backend_get_default_buffer_type(backend.handle)
         self.allocator: types.ggml_gallocr | None = capi.ggml_gallocr_new(kind)
-        self.done = False
+        self.done: bool = False
 
     def allocate(self, compiled: Compiled) -> bool:
         if self.done:
