@@ -1428,6 +1428,8 @@ WRONG: list[tuple[str, Any, Any, str]] = [
     ("cross_entropy", (X,), ValueError, "no labels, which the loss cross_entropy needs"),
     ("mean_squared_error", (X,), ValueError, "no labels, which the loss mean_squared_error needs"),
     ("sum", (X, CLASSES), ValueError, "has labels, which the loss sum ignores"),
+    ("cross_entropy", (X, np.eye(60, 3)), ValueError, r"labels\[3\] has the sum 0, expected 1"),
+    ("cross_entropy", (X, np.full((60, 3), np.nan)), ValueError, r"labels\[0\] has the sum nan"),
     ("cross_entropy", (X, CLASSES + 1), ValueError, r"labels\[\d+\] is 3, expected 0 to 2"),
     ("cross_entropy", (X, CLASSES - 1), ValueError, r"labels\[\d+\] is -1, expected 0 to 2"),
     ("cross_entropy", (X, CLASSES * 1.0), TypeError, r"labels has dtype float64, .* \(60, 3\)"),

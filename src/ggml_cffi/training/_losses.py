@@ -11,6 +11,7 @@ from ..enums import ggml_opt_loss_type
 from ._dataset import Dataset
 
 _PREFIX = "GGML_OPT_LOSS_TYPE_"
+_ROUNDED = 1e-2  # of the sum of probabilities in half precision
 
 
 class Loss:
@@ -56,6 +57,15 @@ class Loss:
         elif labels.shape != (n, width) and not (labels.ndim == 1 and width == 1):
             wanted = f"{(n, width)}" + (f" or {(n,)}" if self.counts or width == 1 else "")
             raise ValueError(f"labels has shape {labels.shape}, expected {wanted}")
+        elif self.counts:
+            sums = labels.reshape(n, width).sum(axis=1, dtype=np.float64)
+            strange = np.flatnonzero(~(np.abs(sums - 1) <= _ROUNDED))
+            if strange.size:
+                at = int(strange[0])
+                raise ValueError(
+                    f"labels[{at}] has the sum {sums[at]:.6g}, expected 1: ggml's gradient is that "
+                    "of probabilities"
+                )
 
     def rows(self, labels: npt.NDArray[Any], width: int) -> npt.NDArray[np.float32]:
         """Labels as ggml wants them, of shape ``(batch, width)``: classes become one-hot rows."""

@@ -107,7 +107,7 @@ class Trainer(Owned[_Store]):
 
     `loss` is the mean over the data of one of these, or ggml's enumerator:
 
-    - ``"cross_entropy"``: of softmax(outputs) and labels, which are classes or probabilities
+    - ``"cross_entropy"``: of softmax(outputs) and labels: classes, or probabilities, whose sum is 1
     - ``"mean_squared_error"``: of outputs and labels, the mean over k
     - ``"mean"``: of the outputs themselves, which are a loss of your own; there are no labels
     - ``"sum"``: likewise, but the sum over all data of a step, which `optimizer` then sees
