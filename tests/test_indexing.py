@@ -296,6 +296,7 @@ def test_numbers_are_written_into_a_part_of_a_meta_device():
         ((0, 0, 0, 0), 0, IndexError, "4 indices for 3 axes"),
         ([0, 1], 0, TypeError, "is no integer, slice"),
         (True, 0, TypeError, "is no integer, slice"),
+        (np.True_, 0, TypeError, "is no integer, slice"),
         (
             0,
             np.zeros((6, 5)),

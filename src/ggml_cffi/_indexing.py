@@ -161,7 +161,7 @@ def _complete(tensor: Tensor, key: object) -> list[Any]:
 
 def _position(tensor: Tensor, term: object, axis: int, length: int) -> int:
     try:
-        if isinstance(term, bool):
+        if isinstance(term, (bool, np.bool_)):
             raise TypeError
         position = operator.index(term)  # type: ignore[arg-type] # it is asked what it is
     except TypeError:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from . import capi
 from ._handles import Owned, in_use, raw
 from ._loader import lib
@@ -140,7 +142,7 @@ def usable_cores() -> int:
 
 def _thread_count(n_threads: object) -> int:
     try:
-        if isinstance(n_threads, bool):
+        if isinstance(n_threads, (bool, np.bool_)):
             raise TypeError
         count = operator.index(n_threads)  # type: ignore[arg-type] # it is asked what it is
     except TypeError:

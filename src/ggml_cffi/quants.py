@@ -241,7 +241,7 @@ def _share_out(
     progress: Progress,
 ) -> None:
     """Do `work` on all chunks; the first exception ends it."""
-    if isinstance(threads, bool):
+    if isinstance(threads, (bool, np.bool_)):
         raise TypeError(f"threads is {threads}, expected an int")
     count = usable_cores() if threads is None else operator.index(threads)
     if count < 1:

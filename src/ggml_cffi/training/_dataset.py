@@ -63,7 +63,7 @@ class Dataset:
 def count(name: str, value: object, least: int = 1) -> int:
     """An integer of `least` or more. Raises TypeError and ValueError for anything else."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type] # it is asked what it is
     except TypeError:
