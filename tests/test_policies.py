@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _release import needs_meta
+from _release import needs, needs_meta
 
 from ggml_cffi import Context, GGUFFile, GGUFWriter, Graph, MetaDevice, SplitState, capi, ops
 from ggml_cffi.meta import SplitAxis, TensorInfo, policies
@@ -250,6 +250,7 @@ def test_caches_of_keys_and_values_have_the_width_of_theirs(path: Path) -> None:
         assert policy(weight(name, kv * (80 - width), 9), 2) == MIRRORED
 
 
+@needs("0.15: meta devices that cut what RESHAPE and CONT make as the table says")
 @needs_meta
 def test_a_cache_with_the_heads_outside_goes_through_a_graph(path: Path) -> None:
     """As docs/tensor_parallel.md has it: the cache and the new rows by concat."""
