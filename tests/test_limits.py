@@ -136,7 +136,7 @@ def test_a_normalised_row_that_goes_into_a_product_only() -> None:
     assert (apart.returncode, apart.stdout) == (0, "1.0\n2.0\n"), apart.stderr
 
 
-@needs("0.15: convolutions with kernels of float32")
+@needs("0.20: convolutions with kernels of float32")
 def test_a_convolution_that_computes_in_f16() -> None:
     """ggml gathers the data in f16, whatever its type; the direct ones compute in f32."""
     rng = np.random.default_rng(0)
