@@ -679,6 +679,7 @@ def counted(work: Any) -> int:
     return count
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python's with statement has a gap there")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
 @pytest.mark.parametrize("python", [False, True])
 def test_an_interrupt_anywhere(tmp_path: Path, python: bool) -> None:
