@@ -12,7 +12,7 @@ import numpy.typing as npt
 from . import capi, ops
 from .capi import types
 from .dtypes import type_name
-from .tensor import Tensor, check_cast, write
+from .tensor import Tensor, check_cast, check_memory, write
 
 MAX_DIMS = 4
 
@@ -55,8 +55,7 @@ def assign(tensor: Tensor, key: object, value: npt.ArrayLike) -> None:
             lambda one, *axes: at_home(capi.ggml_permute(scratch, one.handle, *axes)),
         )
         fitting = _fitting(tensor, numbers, view.shape)
-        if not tensor.has_memory:
-            tensor.set(np.empty(tensor.shape, tensor.dtype))  # raises: it says why there is none
+        check_memory(tensor)
         write(view, fitting)
     finally:
         capi.ggml_free(scratch)

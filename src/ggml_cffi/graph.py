@@ -31,13 +31,6 @@ from .tensor import Tensor, check_numbers, check_readable, is_without_memory
 
 __all__ = ["Compiled", "Graph"]
 
-_VIEWS = {
-    ggml_op.GGML_OP_VIEW,
-    ggml_op.GGML_OP_RESHAPE,
-    ggml_op.GGML_OP_PERMUTE,
-    ggml_op.GGML_OP_TRANSPOSE,
-}
-
 
 class Graph:
     """What is to be computed: the outputs, and all that they are made from.
@@ -488,9 +481,14 @@ class Compiled(Owned[_Store]):
     def _check_constants(self, copies: Sequence[types.ggml_tensor]) -> None:
         """Raise ValueError for what would be written into, and seen by no other graph."""
         constants = {address(one.handle): one for one, _ in self._constants}
-        for node in copies if constants else ():
+        if not constants:
+            return
+        from .meta._nodes import op_name
+        from .meta._rules import VIEWS
+
+        for node in copies:
             written = node.view_src and constants.get(address(node.view_src))
-            if written and ggml_op(node.op) not in _VIEWS:
+            if written and op_name(node) not in VIEWS:
                 raise ValueError(
                     f"{capi.ggml_op_desc(node)} writes into {written!r}, which has no memory yet "
                     "and is a constant of the graph: allocate its Context before"

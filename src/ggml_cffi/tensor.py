@@ -257,8 +257,7 @@ class Tensor(_Base):
 
     def _store(self, numbers: npt.NDArray[Any]) -> None:
         """Write what `check_numbers` has looked at."""
-        if not self.has_memory and self.size:
-            raise ValueError(f"{self!r} has no memory: {_why_none(self)}")
+        check_memory(self)
         view = self._again()
         if view is None:
             view = _view(self)
@@ -484,9 +483,14 @@ def check_readable(tensor: Tensor) -> None:
         raise ValueError(f"{tensor!r} cannot be read: {kind} keeps it in an order of its own")
 
 
-def _read(tensor: Tensor) -> npt.NDArray[Any]:
-    if not tensor.has_memory and tensor.size:
+def check_memory(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that has no memory, and say why it has none."""
+    if not tensor.has_memory:
         raise ValueError(f"{tensor!r} has no memory: {_why_none(tensor)}")
+
+
+def _read(tensor: Tensor) -> npt.NDArray[Any]:
+    check_memory(tensor)
     if not tensor.size:
         return np.empty(tensor.shape, tensor.dtype)
     return _blocks(tensor, raw_bytes(tensor))
