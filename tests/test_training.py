@@ -562,6 +562,14 @@ def in_turn(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *errors: Any
     return left
 
 
+def take_steps(reference: Reference, optimizer: AdamW, size: int, n: int) -> None:
+    """What an optimiser with a learning rate of 0.05 makes of so many batches of the data."""
+    rows = one_hot(CLASSES)
+    for begin in range(0, n * size, size):
+        batch = X[begin : begin + size], rows[begin : begin + size]
+        reference.step("cross_entropy", *batch, optimizer, 0.05)
+
+
 @pytest.mark.parametrize("where", ["__init__", "set_moments", "free"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_means_outlive_an_exception_between_two_engines(
@@ -571,9 +579,7 @@ def test_means_outlive_an_exception_between_two_engines(
     network, reference = Network(ctx), Reference()
     made = trainer(network, optimizer=AdamW(0.05))
     rows = one_hot(CLASSES)
-    for begin in range(0, len(X), BATCH):
-        batch = X[begin : begin + BATCH], rows[begin : begin + BATCH]
-        reference.step("cross_entropy", *batch, made.optimizer, 0.05)
+    take_steps(reference, made.optimizer, BATCH, len(X) // BATCH)
     made.fit(Dataset(X, CLASSES), shuffle=False)
     before = made._current_moments()
     gc.collect()
@@ -628,9 +634,7 @@ def test_steps_are_counted_after_an_interrupt_at_the_end(
     network, reference = Network(ctx), Reference()
     made = trainer(network, optimizer=AdamW(0.05))
     rows = one_hot(CLASSES)
-    for begin in range(0, len(X), BATCH):
-        batch = X[begin : begin + BATCH], rows[begin : begin + BATCH]
-        reference.step("cross_entropy", *batch, made.optimizer, 0.05)
+    take_steps(reference, made.optimizer, BATCH, len(X) // BATCH)
     left = in_turn(monkeypatch, capi, "ggml_opt_result_ndata", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         made.fit(Dataset(X, CLASSES), shuffle=False)
@@ -684,20 +688,15 @@ def counted(work: Any) -> int:
 @pytest.mark.parametrize("python", [False, True])
 def test_an_interrupt_anywhere(tmp_path: Path, python: bool) -> None:
     """Weights and means are those of the steps that are counted; loading is done or it is not."""
-    optimizer, rows = AdamW(0.05), one_hot(CLASSES)
+    optimizer = AdamW(0.05)
     dataset, file = Dataset(X, CLASSES), tmp_path / "weights.gguf"
     between = (lambda x: ops.custom(lambda out, a: np.copyto(out, a), x)) if python else None
-
-    def steps(reference: Reference, size: int, n: int) -> None:
-        for begin in range(0, n * size, size):
-            batch = X[begin : begin + size], rows[begin : begin + size]
-            reference.step("cross_entropy", *batch, optimizer, 0.05)
 
     def begun(context: Context) -> tuple[Network, Trainer, Reference]:
         network, reference = Network(context, between=between), Reference()
         made = trainer(network, optimizer=optimizer)
         made.fit(dataset, shuffle=False)
-        steps(reference, BATCH, 6)
+        take_steps(reference, optimizer, BATCH, 6)
         return network, made, reference
 
     def train(made: Trainer) -> None:
@@ -719,7 +718,7 @@ def test_an_interrupt_anywhere(tmp_path: Path, python: bool) -> None:
                 interrupted(lambda one=made: train(one), at)
             found.add((made.steps, made.epochs) if loads else made.steps)
             for _ in range(2):
-                steps(reference, 2 * BATCH, made.steps - reference.steps)
+                take_steps(reference, optimizer, 2 * BATCH, made.steps - reference.steps)
                 check(network, reference)
                 train(made)
     assert found == {6, 7, 8, 9, (6, 1), (9, 2)}
