@@ -205,6 +205,7 @@ def test_threads_that_cannot_be_started() -> None:
     assert "ggml-cpu.c" in aborted and "rc == 0" in aborted and computed == "computed"
 
 
+@pytest.mark.no_sanitizer  # ASan's allocator keeps, in the child, what another thread has locked
 def test_a_fork_in_an_operation_of_several_threads() -> None:
     """The child has none of the other threads: it leaves the computation, which nobody can end."""
     ended = child("""
@@ -237,6 +238,7 @@ def test_a_fork_in_an_operation_of_several_threads() -> None:
     assert parent_says == "parent: 7"
 
 
+@pytest.mark.no_sanitizer  # ASan's allocator keeps, in the child, what another thread has locked
 def test_a_fork_on_a_thread_of_ggml_s_own() -> None:
     """In the child that is the only thread, and no call of anybody's is on its stack: it ends."""
     ended = child("""
@@ -262,6 +264,7 @@ def test_a_fork_on_a_thread_of_ggml_s_own() -> None:
     assert "forked in the midst of a computation of several threads" in ended.stderr
 
 
+@pytest.mark.no_sanitizer  # ASan's allocator keeps, in the child, what another thread has locked
 def test_threads_of_the_process_that_was_forked() -> None:
     """A child has none of the threads of a pool: neither computing nor freeing waits for them."""
     ended = child("""
