@@ -24,6 +24,7 @@ GGML = ROOT / "ggml"
 #: The C++ around every call, in this order.
 CPP = (
     "process.hpp",
+    "tables.hpp",
     "handles.hpp",
     "checks.hpp",
     "kernels.hpp",

@@ -11,76 +11,21 @@ namespace ggml_cffi {
 // A tensor that has memory of its own, and so is no part of what a graph computes.
 inline bool stands_alone(const ggml_tensor * t) { return t->buffer || (t->data && !t->view_src); }
 
-// What was begun and what is done, by address: open addressing, since a map's nodes would take longer
-// than the rest.
-class visits {
-  public:
-    explicit visits() : places(4096) {}
-
-    enum state { fresh, begun, done };
-
-    // What `t` was; from now on it is begun, if it was fresh, else done.
-    state visit(const ggml_tensor * t) {
-        if (2 * used >= places.size()) {
-            grow();
-        }
-        place & found = at(places, t);
-        const state before = found.now;
-        if (before == fresh) {
-            found.tensor = t;
-            ++used;
-        }
-        found.now = before == fresh ? begun : done;
-        return before;
-    }
-
-    bool is_fresh(const ggml_tensor * t) { return at(places, t).now == fresh; }
-
-  private:
-    struct place {
-        const ggml_tensor * tensor = nullptr;
-        state               now = fresh;
-    };
-
-    static place & at(std::vector<place> & places, const ggml_tensor * t) {
-        size_t i = (uintptr_t) t >> 4;
-        for (i *= 0x9E3779B97F4A7C15ull, i ^= i >> 32;; ++i) {
-            place & found = places[i & (places.size() - 1)];
-            if (found.now == fresh || found.tensor == t) {
-                return found;
-            }
-        }
-    }
-
-    void grow() {
-        std::vector<place> larger(2 * places.size());
-        for (const place & one : places) {
-            if (one.now != fresh) {
-                at(larger, one.tensor) = one;
-            }
-        }
-        places.swap(larger);
-    }
-
-    std::vector<place> places; // a power of two
-    size_t             used = 0;
-};
-
 // All that `outputs` are made from, operands first; without recursion, which a deep graph's depth
 // would be too much for.
 inline std::vector<ggml_tensor *> in_order(ggml_tensor ** outputs, int n) {
     std::vector<ggml_tensor *> order;
-    visits                     seen;
+    by_tensor<bool>            seen(2048); // and whether it is in `order` already
     std::vector<ggml_tensor *> todo;
     for (int i = 0; i < n; ++i) {
         todo.push_back(outputs[i]);
         while (!todo.empty()) {
             ggml_tensor * t = todo.back();
-            const auto    before = seen.visit(t);
-            if (before != visits::fresh) {
+            if (const auto [done, fresh] = seen.of(t); !fresh) {
                 todo.pop_back();
-                if (before == visits::begun) {
+                if (!done) {
                     order.push_back(t);
+                    done = true;
                 }
                 continue;
             }
@@ -88,11 +33,11 @@ inline std::vector<ggml_tensor *> in_order(ggml_tensor ** outputs, int n) {
                 continue;
             }
             for (int s = GGML_MAX_SRC - 1; s >= 0; --s) {
-                if (t->src[s] && seen.is_fresh(t->src[s])) {
+                if (t->src[s] && !seen.has(t->src[s])) {
                     todo.push_back(t->src[s]);
                 }
             }
-            if (t->view_src && seen.is_fresh(t->view_src)) {
+            if (t->view_src && !seen.has(t->view_src)) {
                 todo.push_back(t->view_src);
             }
         }

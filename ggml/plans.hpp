@@ -71,50 +71,6 @@ struct fingerprint {
     bool operator==(const fingerprint & other) const { return structure == other.structure && sizes == other.sizes; }
 };
 
-// Tensors by the order in which they come.
-class numbering {
-    struct slot {
-        const ggml_tensor * tensor;
-        uint32_t            number;
-    };
-    std::vector<slot> slots;
-    uint32_t          count = 0;
-
-    slot & place(const ggml_tensor * tensor) {
-        const size_t mask = slots.size() - 1;
-        size_t       i = mixed(0, (uintptr_t) tensor) & mask;
-        while (slots[i].tensor && slots[i].tensor != tensor) {
-            i = (i + 1) & mask;
-        }
-        return slots[i];
-    }
-
-  public:
-    explicit numbering(size_t expected) : slots(64) {
-        while (slots.size() < 4 * expected) {
-            slots.resize(2 * slots.size());
-        }
-    }
-    // And whether it is new.
-    std::pair<uint32_t, bool> of(const ggml_tensor * tensor) {
-        if (2 * (count + 1) > slots.size()) {
-            std::vector<slot> before(2 * slots.size());
-            before.swap(slots);
-            for (const slot & one : before) {
-                if (one.tensor) {
-                    place(one.tensor) = one;
-                }
-            }
-        }
-        slot & found = place(tensor);
-        if (found.tensor) {
-            return { found.number, false };
-        }
-        found = { tensor, count++ };
-        return { found.number, true };
-    }
-};
-
 inline bool same_layout(const ggml_tensor * a, const ggml_tensor * b) {
     return a->type == b->type && !std::memcmp(a->ne, b->ne, sizeof a->ne) && !std::memcmp(a->nb, b->nb, sizeof a->nb);
 }
@@ -122,13 +78,15 @@ inline bool same_layout(const ggml_tensor * a, const ggml_tensor * b) {
 // A graph as an allocator sees it.
 class survey {
     const std::vector<ggml_backend_buffer_t> & own;
-    numbering                                  numbers;
+    by_tensor<uint32_t>                        numbers; // in the order in which they come
+    uint32_t                                   count = 0;
 
     uint32_t add(const ggml_tensor * t) {
-        const auto [number, fresh] = numbers.of(t);
+        const auto [known, fresh] = numbers.of(t);
         if (!fresh) {
-            return number;
+            return known;
         }
+        const uint32_t number = known = count++;
         const uint64_t viewed = t->view_src ? add(t->view_src) + 1ull : 0;
         const bool     has_data = t->data, has_buffer = t->buffer;
         print.structure = mixed(print.structure, viewed << 8 | (t->flags & 7) << 2 | has_buffer << 1 | has_data);
@@ -151,7 +109,7 @@ class survey {
     const ggml_tensor *              placed = nullptr; // in one of the buffers
 
     survey(ggml_cgraph * graph, const std::vector<ggml_backend_buffer_t> & buffers)
-        : own(buffers), numbers(ggml_graph_n_nodes(graph)) {
+        : own(buffers), numbers(2 * ggml_graph_n_nodes(graph)) {
         {
             std::lock_guard<fork_safe_mutex> hold(graphs_lock);
             const auto known = graphs_table.find(graph);

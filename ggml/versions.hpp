@@ -25,11 +25,6 @@ inline fork_safe_mutex                      graphs_lock;
 inline std::map<const void *, graph_record> graphs_table;
 inline uint64_t                             last_version = 0;
 
-inline uint64_t mixed(uint64_t hash, uint64_t value) {
-    hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
-    return hash ^ (hash >> 29);
-}
-
 // Without memory for the entry it is a graph that nothing is known of: that is no error.
 inline void graph_made(const ggml_cgraph * graph, const ggml_cgraph * like = nullptr) noexcept {
     if (!graph) {
