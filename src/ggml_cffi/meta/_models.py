@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._numbers import describe, integer, show
 from ._numbers import ratios as _ratios
-from .policies import Column, Fused, Group, Mirror, Partial, Row, Rule, Rules, _Cache
+from .policies import Column, Cut, Fused, Group, Mirror, Partial, Row, Rule, Rules, _Cache
 
 if TYPE_CHECKING:
     from ..gguf import GGUFFile
@@ -181,56 +181,65 @@ def rules(
     n = sum(1 for part in parts if part)
     found: list[Rule] = []
     groups: dict[str, Group] = {}
-    wide = set(wide)
     # a device that has no share of a product leaves out its addend of the bias as well
     addends = Partial() if all(parts) else Mirror("a device has no share of what it is added to")
+    wide = set(wide)
     equal: dict[tuple[Layer, bool], list[int]] = {}
     for i, layer in enumerate(layers):
         equal.setdefault((layer, i in wide), []).append(i)
     for (layer, is_wide), numbers in equal.items():
-
-        def add(pattern: str, cut: Any, these: str = f"(?P<layer>{_any_of(numbers)})") -> None:
-            if pattern:
-                found.append(Rule(pattern.replace("{n}", these), cut))
-
-        attention, ffn = layer.attention(n), layer.feed_forward(n)
-        if attention is None:
-            why = Mirror(layer.why_whole(n))
-            for pattern in (names.columns, names.cache, names.fused, names.output):
-                add(pattern, why)
-        else:
-            groups |= {f"attention {i}": attention for i in numbers}
-            lengths = (
-                layer.heads * layer.key_length,
-                layer.kv_heads * layer.key_length,
-                layer.kv_heads * layer.value_length,
-            )
-            add(names.columns, Column("attention {layer}"))
-            sizes = layer.kv_heads, layer.key_length, layer.value_length
-            add(names.cache, _Cache("attention {layer}", *sizes))
-            add(names.fused, Fused(lengths, "attention {layer}"))
-            add(names.output, Row("attention {layer}"))
-        if ffn is None:
-            why = Mirror(layer.ffn_whole or "it is too small to be cut")
-            biases = names.up_biases, names.gate_up_biases, names.down_biases
-            for pattern in (names.up, names.gate_up, names.down, *biases):
-                add(pattern, why)
-        else:
-            groups |= {f"ffn {i}": ffn for i in numbers}
-            twice = (layer.hidden,) * 2
-            if is_wide:
-                add(names.wide_up, Fused(twice, "ffn {layer}"))
-            add(names.gate_up, Fused(twice, "ffn {layer}"))
-            add(names.gate_up_biases, Fused(twice, "ffn {layer}", axis=0))
-            add(names.up, Column("ffn {layer}"))
-            add(names.up_biases, Column("ffn {layer}", axis=0))
-            add(names.down, Row("ffn {layer}"))
-            add(names.down_biases, addends)
+        of_kind = {"attention": layer.attention(n), "ffn": layer.feed_forward(n)}
+        for kind, group in of_kind.items():
+            if group:
+                groups |= {f"{kind} {i}": group for i in numbers}
+        cuts = _attention_cuts(names, layer, n) + _ffn_cuts(names, layer, n, is_wide, addends)
+        these = f"(?P<layer>{_any_of(numbers)})"
+        found += [Rule(pattern.replace("{n}", these), cut) for pattern, cut in cuts if pattern]
     found.append(Rule(names.vocabulary, Column()))
     if tied:
         found.append(Rule(names.embedding, Mirror("tied: it is the output as well")))
     found.append(Rule(names.whole, Mirror("each device needs all of it")))
     return Rules(found, parts, groups)
+
+
+def _attention_cuts(names: Names, layer: Layer, n: int) -> list[tuple[str, Cut]]:
+    """Patterns and cuts of a layer's attention on `n` devices with a share."""
+    if layer.attention(n) is None:
+        whole = Mirror(layer.why_whole(n))
+        return [(one, whole) for one in (names.columns, names.cache, names.fused, names.output)]
+    lengths = (
+        layer.heads * layer.key_length,
+        layer.kv_heads * layer.key_length,
+        layer.kv_heads * layer.value_length,
+    )
+    group = "attention {layer}"
+    return [
+        (names.columns, Column(group)),
+        (names.cache, _Cache(group, layer.kv_heads, layer.key_length, layer.value_length)),
+        (names.fused, Fused(lengths, group)),
+        (names.output, Row(group)),
+    ]
+
+
+def _ffn_cuts(
+    names: Names, layer: Layer, n: int, is_wide: bool, addends: Partial | Mirror
+) -> list[tuple[str, Cut]]:
+    """The same of the feed-forward part; `addends`: the cut of biases that are added up."""
+    if layer.feed_forward(n) is None:
+        whole = Mirror(layer.ffn_whole or "it is too small to be cut")
+        weights = names.up, names.gate_up, names.down
+        biases = names.up_biases, names.gate_up_biases, names.down_biases
+        return [(one, whole) for one in (*weights, *biases)]
+    group, twice = "ffn {layer}", (layer.hidden,) * 2
+    return [
+        (names.wide_up if is_wide else "", Fused(twice, group)),
+        (names.gate_up, Fused(twice, group)),
+        (names.gate_up_biases, Fused(twice, group, axis=0)),
+        (names.up, Column(group)),
+        (names.up_biases, Column(group, axis=0)),
+        (names.down, Row(group)),
+        (names.down_biases, addends),
+    ]
 
 
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
