@@ -14,7 +14,7 @@ from ._loader import ffi
 from .backend import thread
 from .context import Context, ne_of, place, shape_of
 from .dtypes import element_type, is_quantized, numpy_dtype
-from .tensor import Tensor, block_rows
+from .tensor import Tensor, block_rows, outer_first
 
 Function = Callable[..., object]
 
@@ -90,8 +90,7 @@ def _array(
     handle: Any, ndim: int, owners: list[weakref.ref[object]], writable: bool = False
 ) -> npt.NDArray[Any]:
     """The memory of a tensor that is being computed with; its owner is added to the others."""
-    shape: tuple[int, ...] = tuple(reversed(list(handle.ne)))[4 - ndim :]
-    strides: tuple[int, ...] = tuple(reversed(list(handle.nb)))[4 - ndim :]
+    shape, strides = outer_first(handle.ne, ndim), outer_first(handle.nb, ndim)
     data = ffi.buffer(handle.data, capi.ggml_nbytes(handle))
     kind = element_type(int(handle.type))
     if is_quantized(kind):

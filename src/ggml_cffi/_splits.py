@@ -10,7 +10,7 @@ from ._handles import address
 from .capi import types
 from .dtypes import type_name
 from .errors import AbortError
-from .tensor import is_meta, n_dims
+from .tensor import is_meta, n_dims, outer_first
 
 
 def split_in_words(handle: Any) -> str:
@@ -50,7 +50,7 @@ def _named(handle: Any) -> str:
 
 
 def _described(handle: Any) -> str:
-    shape = tuple(reversed(list(handle.ne)))[4 - n_dims(handle) :]
+    shape = outer_first(handle.ne, n_dims(handle))
     split = split_in_words(handle)
     return (
         f"{capi.ggml_get_name(handle)!r} ({type_name(handle.type)} {shape}{split and ', '}{split})"

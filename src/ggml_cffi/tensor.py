@@ -107,7 +107,7 @@ class Tensor(_Base):
     @property
     def shape(self) -> tuple[int, ...]:
         """The number of elements along each axis, the innermost last."""
-        return _outer_first(self.handle.ne, self._ndim)
+        return outer_first(self.handle.ne, self._ndim)
 
     @property
     def ndim(self) -> int:
@@ -130,7 +130,7 @@ class Tensor(_Base):
 
         Along the last axis of a quantised tensor from a block to the next.
         """
-        return _outer_first(self.handle.nb, self._ndim)
+        return outer_first(self.handle.nb, self._ndim)
 
     @property
     def op(self) -> ggml_op:
@@ -350,7 +350,7 @@ def _buffer(handle: Any) -> Any:
     return _root(handle).buffer
 
 
-def _outer_first(of_axes: Iterable[int], n: int) -> tuple[int, ...]:
+def outer_first(of_axes: Iterable[int], n: int) -> tuple[int, ...]:
     """What ggml says of each axis, in NumPy's order; `n` axes."""
     return tuple(reversed(list(of_axes)[:n]))
 
@@ -430,7 +430,7 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         handle, ndim = tensor.handle, tensor._ndim
         if not _shares_memory(handle):
             return None
-        dtype, shape = _dtype(handle.type), _outer_first(handle.ne, ndim)
+        dtype, shape = _dtype(handle.type), outer_first(handle.ne, ndim)
         nbytes = capi.ggml_nbytes(handle)
         if not nbytes or 0 in shape:
             return np.empty(shape, dtype)
@@ -442,7 +442,7 @@ def _view(tensor: Tensor) -> npt.NDArray[Any] | None:
         except MemoryError:  # not after an interrupt: a lease that is there by then ends by itself
             context._lent.end()
             raise
-        memory, strides = ffi.buffer(lease, nbytes), _outer_first(handle.nb, ndim)
+        memory, strides = ffi.buffer(lease, nbytes), outer_first(handle.nb, ndim)
         array: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, 0, strides)
         tensor._remember(context._lent.views, array)
         view: npt.NDArray[Any] = array.view()

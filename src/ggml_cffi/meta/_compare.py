@@ -243,11 +243,13 @@ def _on(
 
     And the bytes of those weights that are `written` into, by their numbers.
     """
+    from ..tensor import outer_first
+
     weights: dict[int, Any] = {}
     before: dict[int, npt.NDArray[np.uint8]] = {}
     for one in order:
         if one.buffer and not one.view_src:
-            made = context.tensor(tuple(reversed(list(one.ne))), ggml_type(one.type))
+            made = context.tensor(outer_first(one.ne, len(one.ne)), ggml_type(one.type))
             weights[address(one)] = made.handle
     context.allocate(device)
     read = {

@@ -225,7 +225,7 @@ def beside(op: str, name: str, label: str) -> str:
 
 def in_words(node: Node, state: State | None) -> str:
     """The shape and the split of a tensor, in a message."""
-    shape = "(" + ", ".join(map(str, reversed(node.ne[: node.kind.n_axes]))) + ")"
+    shape = node.kind.shape(node.ne)
     if state is None:
         return f"{shape}, empty"
     if not state.told.is_split:

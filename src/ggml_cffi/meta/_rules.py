@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -64,6 +64,10 @@ class Kind:
     @property
     def is_empty(self) -> bool:
         return 0 in self.ne
+
+    def shape(self, ne: Sequence[int]) -> tuple[int, ...]:
+        """Extents of such a tensor, or of a device's part, in NumPy's order: outermost first."""
+        return tuple(reversed(ne[: self.n_axes]))
 
     def integer(self, i: int) -> int:
         """A 32-bit parameter."""

@@ -191,7 +191,7 @@ def _alike(kind: Kind, state: State | None, n_devs: int) -> _Alike:
     if split.is_split:
         for part, share in zip(parts, split.shares, strict=True):
             part[split.axis] = share
-    shapes = tuple(tuple(reversed(ne[: kind.n_axes])) for ne in parts)
+    shapes = tuple(map(kind.shape, parts))
     nbytes = tuple(math.prod(ne) // kind.block_size * kind.type_size for ne in parts)
     return kind.op, ggml_type(kind.type), split, shapes, nbytes
 
