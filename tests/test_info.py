@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -146,6 +147,19 @@ def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         assert caught.value.code == 0
         assert f"python -m ggml_cffi {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["demo"]])
+def test_output_that_nobody_reads(arguments: list[str]) -> None:
+    """As with ``| head``: no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ggml_cffi", *arguments],
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_version() -> None:

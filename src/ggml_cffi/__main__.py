@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (GGMLError, MemoryError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         commands[given.command].exit(1, f"{PROGRAM} {given.command}: {reason}\n")
+
+
+def _as_command() -> int:
+    """`main`, whose output may be cut off (by ``| head``): then it ends without a word, with 1."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer, which Python writes at its end, goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _demo(given: argparse.Namespace) -> int:
@@ -156,4 +170,4 @@ def _add_split(commands: Any) -> _Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_as_command())
