@@ -21,6 +21,7 @@ struct room {
     std::recursive_timed_mutex mutex;
     PyObject *                 arena[n_made_as];
     Py_ssize_t                 left[n_made_as];
+    bool                       is_shut; // what is described here is freed, or about to be
 };
 
 // With the GIL; false, with an exception, where a signal came while another thread had the lock.
@@ -47,20 +48,24 @@ static PyObject * room_new(PyTypeObject * type, PyObject *, PyObject *) {
     return (PyObject *) r;
 }
 
-static PyObject * room_shut(PyObject * self, PyObject *) {
-    auto * r = (room *) self;
+static void forget_arenas(room * r) {
     for (int i = 0; i < n_made_as; ++i) {
         PyObject * old = r->arena[i];
         r->left[i] = 0;
         r->arena[i] = nullptr;
         Py_XDECREF(old);
     }
+}
+
+static PyObject * room_shut(PyObject * self, PyObject *) {
+    ((room *) self)->is_shut = true;
+    forget_arenas((room *) self);
     Py_RETURN_NONE;
 }
 
 static void room_dealloc(PyObject * self) {
     PyTypeObject * type = Py_TYPE(self);
-    Py_XDECREF(room_shut(self, nullptr));
+    forget_arenas((room *) self);
     ((room *) self)->mutex.~recursive_timed_mutex();
     ((freefunc) PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -82,7 +87,8 @@ static PyObject * room_exit(PyObject * self, PyObject *) {
 // In a forked child, where a thread of the parent's may have had the lock.
 static PyObject * room_renew(PyObject * self, PyObject *) {
     new (&((room *) self)->mutex) std::recursive_timed_mutex;
-    return room_shut(self, nullptr);
+    forget_arenas((room *) self);
+    Py_RETURN_NONE;
 }
 
 static bool is_kind(int kind) {
@@ -224,6 +230,58 @@ static const ggml_tensor * behind(const tensor_base * t) {
     return t->handle ? (const ggml_tensor *) _cffi_to_c_pointer(t->handle, tensors.pointer) : nullptr;
 }
 
+// The tensor, to be read before the GIL is given up: whoever frees it shuts the room with the GIL. Null, with an
+// exception, where that has happened. A home of another kind is kept by who has the object.
+static const ggml_tensor * described(PyObject * self) {
+    auto *     t = (tensor_base *) self;
+    const bool gone = t->room && Py_TYPE(t->room) == room_type && ((room *) t->room)->is_shut;
+    const ggml_tensor * tensor = gone ? nullptr : behind(t);
+    if (!tensor && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, gone ? "the Tensor's Context is closed" : "the Tensor has no handle");
+    }
+    return tensor;
+}
+
+static PyObject * tensor_ne(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? Py_BuildValue("LLLL", t->ne[0], t->ne[1], t->ne[2], t->ne[3]) : nullptr;
+}
+
+static PyObject * tensor_nb(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? Py_BuildValue("nnnn", t->nb[0], t->nb[1], t->nb[2], t->nb[3]) : nullptr;
+}
+
+static PyObject * tensor_kind(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? PyLong_FromLong(t->type) : nullptr;
+}
+
+static PyObject * tensor_made_by(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? PyLong_FromLong(t->op) : nullptr;
+}
+
+static PyObject * tensor_label(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? PyBytes_FromString(t->name) : nullptr;
+}
+
+static PyObject * tensor_has_place(PyObject * self, void *) {
+    const ggml_tensor * t = described(self);
+    return t ? PyBool_FromLong(t->data || buffer_behind(t)) : nullptr;
+}
+
+static PyGetSetDef tensor_facts[] = {
+    { "_ne", tensor_ne, nullptr, nullptr, nullptr },
+    { "_nb", tensor_nb, nullptr, nullptr, nullptr },
+    { "_kind", tensor_kind, nullptr, nullptr, nullptr },
+    { "_made_by", tensor_made_by, nullptr, nullptr, nullptr },
+    { "_label", tensor_label, nullptr, nullptr, nullptr },
+    { "_has_place", tensor_has_place, nullptr, nullptr, nullptr },
+    { nullptr, nullptr, nullptr, nullptr, nullptr },
+};
+
 // Another view of the array that its home keeps; None where it keeps none, or the tensor has moved.
 static PyObject * tensor_again(PyObject * self, PyObject *) {
     static PyObject * const view = PyUnicode_InternFromString("view");
@@ -298,6 +356,7 @@ static PyType_Slot tensor_slots[] = {
     { Py_tp_dealloc, (void *) tensor_dealloc },
     { Py_tp_members, tensor_members },
     { Py_tp_methods, tensor_methods },
+    { Py_tp_getset, tensor_facts },
     { 0, nullptr },
 };
 static PyType_Spec tensor_spec = { "ggml_cffi._gen._ggml.TensorBase", sizeof(tensor_base), 0,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from ggml_cffi import (
     ops,
 )
 from ggml_cffi._handles import Closing
+from ggml_cffi.enums import ggml_op, ggml_type
+from ggml_cffi.errors import OperandError
 from ggml_cffi.training import SGD, Trainer
 
 CPU = device("CPU")
@@ -533,3 +537,114 @@ def test_graphs_on_the_same_backend_take_turns(second: str) -> None:
             thread.join(60)
             assert not thread.is_alive()
         assert not wrong
+
+
+#: What is read of a tensor, or written, whoever closes its context meanwhile.
+FACTS: dict[str, tuple[Callable[[Any], object], object]] = {
+    "name": (lambda t: t.name, "w2999"),
+    "type": (lambda t: t.type, ggml_type.GGML_TYPE_F32),
+    "dtype": (lambda t: t.dtype, np.float32),
+    "ne": (lambda t: t.ne, (4, 3, 1, 1)),
+    "shape": (lambda t: t.shape, (3, 4)),
+    "strides": (lambda t: t.strides, (16, 4)),
+    "nbytes": (lambda t: t.nbytes, 48),
+    "size": (lambda t: t.size, 12),
+    "op": (lambda t: t.op, ggml_op.GGML_OP_NONE),
+    "has_memory": (lambda t: t.has_memory, False),
+    "shares_memory": (lambda t: t.shares_memory, False),
+    "rename": (lambda t: setattr(t, "name", "new"), None),
+    "index": (lambda t: t[1].shape, (4,)),
+    "assign": (lambda t: t.__setitem__(0, 1.0), None),
+    "set": (lambda t: t.set(W), None),
+    "numpy": (lambda t: t.numpy(), None),
+    "add": (lambda t: (t + t).shape, (3, 4)),
+    "transpose": (lambda t: (t @ t.T).shape, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_context_that_is_closed_between_the_look_and_the_reading(fact: str) -> None:
+    """Another thread closes it after each look whether it is open: nothing freed is read."""
+    ask, expected = FACTS[fact]
+    for look in itertools.count():
+        ctx = Context()
+        for i in range(3000):
+            tensor = ctx.tensor((3, 4), name=f"w{i}")
+        looked, closed = threading.Event(), threading.Event()
+        looks, told = [0], []
+
+        def after_looks(frame: Any, event: str, _: object) -> Any:
+            if event == "return" and frame.f_code.co_name in ("closed", "_check_open"):
+                if looks[0] == look:  # noqa: B023
+                    looked.set()  # noqa: B023
+                    closed.wait(30)  # noqa: B023
+                looks[0] += 1  # noqa: B023
+            return after_looks
+
+        def read() -> None:
+            sys.settrace(after_looks)
+            try:
+                told.append(ask(tensor))  # noqa: B023
+            except (ValueError, OperandError) as error:
+                told.append(error)  # noqa: B023
+            finally:
+                sys.settrace(None)
+                looked.set()  # noqa: B023
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        looked.wait(30)
+        closing = threading.Thread(target=ctx.close)
+        closing.start()
+        closing.join(0.05)  # where the reader has a lock, it closes after that
+        # what takes the place of what was freed
+        filler = [np.full(size, 0x41, np.uint8) for size in (100_000, 300_000) for _ in range(50)]
+        closed.set()
+        for one in (thread, closing):
+            one.join(30)
+            assert not one.is_alive()
+        assert len(filler) == 100
+        (found,) = told
+        if not isinstance(found, Exception):
+            assert found == expected
+        else:
+            assert "closed" in str(found) or "has no memory" in str(found)
+        if looks[0] <= look:
+            break
+    assert look > 0
+
+
+def test_locks_of_contexts_are_taken_in_the_order_of_closing() -> None:
+    """Those that others need come before them, wherever they lie in memory."""
+
+    class Recorded:
+        def __init__(self, context: Context) -> None:
+            self.context, self.room = context, context._lock
+
+        def __enter__(self) -> None:
+            self.room.__enter__()
+            taken.append(self.context)
+
+        def __exit__(self, *failure: object) -> None:
+            self.room.__exit__(*failure)
+
+    for request_first in (False, True):
+        contexts = [Context() for _ in range(8)]
+        contexts.sort(key=id)
+        model, request = contexts[:: 7 if request_first else -7]
+        w = model.from_numpy(W, name="w")
+        model.allocate(CPU)
+        x = request.input((2, 4), name="x")
+        y = ops.mul_mat(w, x, ctx=request)
+        taken: list[Context] = []
+        for one in (model, request):
+            one._lock = Recorded(one)  # type: ignore[assignment]
+        with Graph(y).compile(CPU, 1):
+            assert [one for one in dict.fromkeys(taken) if one in (model, request)] == [
+                model,
+                request,
+            ]
+        taken.clear()
+        model.close()
+        assert list(dict.fromkeys(taken)) == [model, request]
+        assert request.closed

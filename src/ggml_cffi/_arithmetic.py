@@ -68,10 +68,9 @@ def negative(tensor: Tensor) -> Tensor:
 
 
 def _of_tensors(name: str, left: Tensor, right: Tensor) -> Tensor:
-    one, other = left.handle, right.handle
-    same_shape = left.ndim == right.ndim and capi.ggml_are_same_shape(one, other)
+    same_shape = left.ndim == right.ndim and left.ne == right.ne
     wanted = None if same_shape else broadcast(name, left, right)
-    kinds = one.type, other.type
+    kinds = left._kind, right._kind
     if kinds != (F32, F32) and (kinds[0] != kinds[1] or is_quantized(kinds[0])):
         left, right = _as_f32(left), _as_f32(right)
     if wanted is not None:
@@ -88,14 +87,13 @@ def _in_f32(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def _as_f32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.handle.type == F32 else ops.cast(tensor, F32)
+    return tensor if tensor._kind == F32 else ops.cast(tensor, F32)
 
 
 def _packed(tensor: Tensor) -> Tensor:
     """The tensor, copied if need be so that the elements of a row lie next to each other."""
-    handle = tensor.handle
     # ggml_is_contiguous does not look at the step along an axis of 1, but what computes does
-    if handle.nb[0] == capi.ggml_type_size(handle.type):
+    if tensor._nb[0] == capi.ggml_type_size(tensor._kind):
         return tensor
     return ops.cont(tensor)
 
@@ -104,8 +102,8 @@ def _contiguous(tensor: Tensor) -> Tensor:
     # by its steps: ggml_is_contiguous does not look at those along axes of 1, nor where it is empty
     n0, n1, n2, _ = tensor.ne
     step = capi.ggml_type_size(tensor.type)
-    steps = [step, step * n0, step * n0 * n1, step * n0 * n1 * n2]
-    return tensor if list(tensor.handle.nb) == steps else ops.cont(tensor)
+    steps = (step, step * n0, step * n0 * n1, step * n0 * n1 * n2)
+    return tensor if tensor._nb == steps else ops.cont(tensor)
 
 
 def broadcast(name: str, left: Tensor, right: Tensor) -> tuple[int, ...]:
@@ -156,12 +154,13 @@ def matmul(left: object, right: object) -> Any:
 
 def _transposed(tensor: Tensor) -> Tensor:
     """The tensor with its last two axes exchanged, with rows as ggml wants them of an operand."""
-    handle = tensor.handle
-    if handle.op == ggml_op.GGML_OP_TRANSPOSE:  # of a transpose it is what that was made of
-        source = handle.src[0]
-        cast = source.op == ggml_op.GGML_OP_CPY and source.src[1] == source
-        if cast and is_quantized(source.src[0].type):  # and of a quantised tensor's, that tensor
-            source = source.src[0]
+    if tensor._made_by == ggml_op.GGML_OP_TRANSPOSE:  # of a transpose it is what that was made of
+        with tensor._held():
+            source = tensor.handle.src[0]
+            cast = source.op == ggml_op.GGML_OP_CPY and source.src[1] == source
+            # and of a quantised tensor's, that tensor
+            if cast and is_quantized(source.src[0].type):
+                source = source.src[0]
         return _packed(Tensor(source, tensor.context, tensor.ndim))
     return ops.cont(ops.transpose(_as_f32(tensor) if is_quantized(tensor.type) else tensor))
 

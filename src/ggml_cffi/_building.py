@@ -105,8 +105,8 @@ def build(
             except (AbortError, ValueError) as error:
                 refuse(error, setter, {**arguments, name: value})
                 raise
-    if axes is None:
-        axes = max([_n_dims(handle, operands), *(one.ndim for one in operands.values())])
+        if axes is None:
+            axes = max([_n_dims(handle, operands), *(one.ndim for one in operands.values())])
     return Tensor(handle, context, axes)
 
 

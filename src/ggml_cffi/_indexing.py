@@ -48,15 +48,16 @@ def assign(tensor: Tensor, key: object, value: npt.ArrayLike) -> None:
         return Tensor(handle, tensor.context, MAX_DIMS)
 
     try:
-        view = _part(
-            tensor,
-            key,
-            lambda *view: at_home(capi.ggml_view_4d(scratch, tensor.handle, *view)),
-            lambda one, *axes: at_home(capi.ggml_permute(scratch, one.handle, *axes)),
-        )
-        fitting = _fitting(tensor, numbers, view.shape)
-        check_memory(tensor)
-        write(view, fitting)
+        with tensor._held():
+            view = _part(
+                tensor,
+                key,
+                lambda *view: at_home(capi.ggml_view_4d(scratch, tensor.handle, *view)),
+                lambda one, *axes: at_home(capi.ggml_permute(scratch, one.handle, *axes)),
+            )
+            fitting = _fitting(tensor, numbers, view.shape)
+            check_memory(tensor)
+            write(view, fitting)
     finally:
         capi.ggml_free(scratch)
 
@@ -77,8 +78,7 @@ def _fitting(tensor: Tensor, numbers: npt.NDArray[Any], shape: tuple[int, ...]) 
 def _part(
     tensor: Tensor, key: object, view_4d: Callable[..., Tensor], permute: Callable[..., Tensor]
 ) -> Tensor:
-    handle = tensor.handle
-    counts, steps, offset = list(handle.ne), list(handle.nb), 0  # of ggml's axes
+    counts, steps, offset = list(tensor._ne), list(tensor._nb), 0  # of ggml's axes
     block, size = capi.ggml_blck_size(tensor.type), capi.ggml_type_size(tensor.type)
     source: list[
         int | None
@@ -112,8 +112,8 @@ def _part(
         raise IndexError(
             f"{tensor!r}: {len(source)} axes in the result, expected at most {MAX_DIMS}"
         )
-    if steps == list(handle.nb):
-        _close_up(list(handle.ne), counts, steps, block)
+    if steps == list(tensor._nb):
+        _close_up(list(tensor._ne), counts, steps, block)
     first = _innermost(tensor, counts, steps, size)
     order = [first, *(inner for inner in range(MAX_DIMS) if inner != first)]
     n0, n1, n2, n3 = (counts[i] for i in order)

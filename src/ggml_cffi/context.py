@@ -402,6 +402,15 @@ def reachable(contexts: Iterable[Context]) -> Iterator[Context]:
             todo += context._needs
 
 
+def needed_first(contexts: Iterable[Context]) -> list[Context]:
+    """These contexts and those that they need, each before who needs it.
+
+    Closing takes their locks in this order, and so has everybody who takes several.
+    """
+    found = list(reachable(contexts))
+    return sorted(found, key=lambda one: (len(list(reachable([one]))), one._number))
+
+
 def homes_of(
     contexts: Sequence[Context], handles: Sequence[types.ggml_tensor]
 ) -> Iterator[Context]:

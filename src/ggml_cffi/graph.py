@@ -21,7 +21,7 @@ from ._runtime import helper
 from ._splits import naming_the_node
 from .backend import Backend, Turn, thread
 from .capi import types
-from .context import Context, homes_of, reachable
+from .context import Context, homes_of, needed_first, reachable
 from .device import Device
 from .enums import ggml_op
 from .errors import AbortError, SplitError
@@ -374,7 +374,7 @@ class Compiled(Owned[_Store]):
     ) -> None:
         where = target.device if isinstance(target, Backend) else target
         # what another thread allocates has memory with its numbers by then, or has none
-        contexts = sorted(reachable(graph._contexts), key=id)
+        contexts = needed_first(graph._contexts)
         _while_still(contexts, lambda: self._copy(store, graph, where, mend))
         if any(one._reordered for one in reachable(graph._contexts)):
             self._check_weights(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import capi, quants
-from ._handles import address
+from ._handles import address, holding
 from ._loader import ffi, lib, tensor_class
 from ._placement import is_reordered
 from .capi import types
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
         _context: Context
         _room: object  # the context's lock
         _ndim: int
+        # what ggml has of it; ValueError where it is freed, whatever other threads do
+        _ne: tuple[int, int, int, int]
+        _nb: tuple[int, int, int, int]
+        _kind: int
+        _made_by: int
+        _label: bytes
+        _has_place: bool
 
         def _again(self) -> npt.NDArray[Any] | None:
             """Another view of the array that was remembered, None where that has gone."""
@@ -70,8 +78,7 @@ class Tensor(_Base):
     @property
     def handle(self) -> types.ggml_tensor:
         """The pointer, for `capi`. Raises ValueError once the context is closed."""
-        if self._context.closed:
-            raise ValueError("the Tensor's Context is closed")
+        self._check_open()
         return self._handle
 
     @property
@@ -82,32 +89,37 @@ class Tensor(_Base):
     @property
     def name(self) -> str:
         """Its name, which may be empty; at most 63 bytes of UTF-8."""
-        return capi.ggml_get_name(self.handle) or ""
+        self._check_open()
+        return self._label.decode("utf-8", "surrogateescape")
 
     @name.setter
     def name(self, name: str) -> None:
-        capi.ggml_set_name(self.handle, name)
+        with self._held():
+            capi.ggml_set_name(self.handle, name)
 
     @property
     def type(self) -> ggml_type:
         """The type of its elements."""
-        return ggml_type(self.handle.type)
+        self._check_open()
+        return ggml_type(self._kind)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the array that `numpy` gives: float32 for quantised types."""
-        return _dtype(self.handle.type)
+        self._check_open()
+        return _dtype(self._kind)
 
     @property
     def ne(self) -> tuple[int, int, int, int]:
         """The number of elements along each of ggml's four axes, the innermost first."""
-        n0, n1, n2, n3 = self.handle.ne
-        return n0, n1, n2, n3
+        self._check_open()
+        return self._ne
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The number of elements along each axis, the innermost last."""
-        return outer_first(self.handle.ne, self._ndim)
+        self._check_open()
+        return outer_first(self._ne, self._ndim)
 
     @property
     def ndim(self) -> int:
@@ -122,7 +134,8 @@ class Tensor(_Base):
     @property
     def nbytes(self) -> int:
         """The bytes from its first element to its last."""
-        return capi.ggml_nbytes(self.handle)
+        with self._held():
+            return capi.ggml_nbytes(self.handle)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -130,22 +143,35 @@ class Tensor(_Base):
 
         Along the last axis of a quantised tensor from a block to the next.
         """
-        return outer_first(self.handle.nb, self._ndim)
+        self._check_open()
+        return outer_first(self._nb, self._ndim)
 
     @property
     def op(self) -> ggml_op:
         """The operation that makes it; GGML_OP_NONE for what is no result."""
-        return ggml_op(self.handle.op)
+        self._check_open()
+        return ggml_op(self._made_by)
 
     @property
     def has_memory(self) -> bool:
         """Whether it has memory, for numbers to be read and written; an empty one needs none."""
-        return not self.size or not is_without_memory(self.handle)
+        return not self.size or self._has_place
 
     @property
     def shares_memory(self) -> bool:
         """Whether `numpy` gives a view: of host memory it does, if that is not quantised."""
-        return _shares_memory(self.handle)
+        with self._held():
+            return _shares_memory(self.handle)
+
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise ValueError("the Tensor's Context is closed")
+
+    def _held(self) -> contextlib.AbstractContextManager[None]:
+        """While it stays, should another thread close the context."""
+        self._check_open()
+        home: object = self._context
+        return holding((home,)) if isinstance(home, Context) else contextlib.nullcontext()
 
     # ---- operations
 
@@ -264,7 +290,8 @@ class Tensor(_Base):
         if view is not None:
             view[...] = numbers
         else:
-            write(self, numbers)
+            with self._held():
+                write(self, numbers)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if dtype is None or np.dtype(dtype) == self.dtype:
@@ -490,10 +517,11 @@ def check_memory(tensor: Tensor) -> None:
 
 
 def _read(tensor: Tensor) -> npt.NDArray[Any]:
-    check_memory(tensor)
-    if not tensor.size:
-        return np.empty(tensor.shape, tensor.dtype)
-    return _blocks(tensor, raw_bytes(tensor))
+    with tensor._held():
+        check_memory(tensor)
+        if not tensor.size:
+            return np.empty(tensor.shape, tensor.dtype)
+        return _blocks(tensor, raw_bytes(tensor))
 
 
 def raw_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
