@@ -546,6 +546,10 @@ inline bool aligned_as_said(const gguf_context * ctx) {
     return said == is;
 }
 
+inline bool is_view(const ggml_tensor * t) {
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
 // All that these tensors, which may be NULL, are made from, and they: by operations or as views.
 inline std::unordered_set<const ggml_tensor *> ancestry(std::vector<const ggml_tensor *> left) {
     std::unordered_set<const ggml_tensor *> seen;

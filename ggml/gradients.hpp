@@ -1,6 +1,7 @@
 // What ggml makes of a graph to train it: gradients, and the steps of an optimiser. It shows them when they are
 // made, or, where it trains by itself, never: so they are made once before, of copies, and looked at.
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 #include <unordered_set>
@@ -10,7 +11,8 @@ namespace check {
 
 inline bool is_parameter(const ggml_tensor * t) { return t->flags & GGML_TENSOR_FLAG_PARAM; }
 
-// ggml leaves out the gradient of a softmax's sinks and of what is copied over, or dereferences what it takes for that.
+// ggml leaves out the gradient of a softmax's sinks and of what is copied over, or dereferences what it takes for that;
+// for that of the number that ADD1 adds to a row it takes the mean of a row where it is the sum.
 inline bool can_differentiate(const std::unordered_set<const ggml_tensor *> & tensors) {
     std::vector<const ggml_tensor *> left_out;
     for (const ggml_tensor * t : tensors) {
@@ -18,11 +20,14 @@ inline bool can_differentiate(const std::unordered_set<const ggml_tensor *> & te
             left_out.push_back(t->src[2]);
         } else if (t->op == GGML_OP_CPY && t->src[1] != t) { // a cast is its own
             left_out.push_back(t->src[1]);
+        } else if (t->op == GGML_OP_ADD1 && ggml_nelements(t) > 1) {
+            left_out.push_back(t->src[1]);
         }
     }
     for (const ggml_tensor * t : ancestry(left_out)) {
         if (is_parameter(t)) {
-            why = named(t) + " is a parameter, and part of the sinks of a softmax or of what is copied over";
+            why = named(t) + " is a parameter, and part of the sinks of a softmax, of what is copied over, or of the "
+                  "number that ADD1 adds: ADD adds as well";
             return false;
         }
     }
@@ -37,7 +42,54 @@ inline std::vector<const ggml_tensor *> nodes_of(ggml_cgraph * graph) {
     return nodes;
 }
 
-inline bool can_differentiate(ggml_cgraph * graph) { return can_differentiate(ancestry(nodes_of(graph))); }
+// Whether no node from number `n` on, which is a gradient's, reads what one before it has been written over since an
+// earlier one was computed with it.
+inline bool overwrites_nothing(ggml_cgraph * graph, int n) {
+    struct writing {
+        int                 number;
+        const ggml_tensor * node;
+    };
+    std::unordered_map<const ggml_tensor *, std::vector<writing>> writings; // by what they are views of
+    for (int i = 0; i < n; ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (node->view_src && !is_view(node)) {
+            writings[node->view_src].push_back({ i, node });
+        }
+    }
+    if (writings.empty()) {
+        return true;
+    }
+    std::unordered_map<const ggml_tensor *, int> first; // that made or read it
+    for (int i = 0; i < n; ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!is_view(node)) {
+            first.emplace(node, i);
+            for (const ggml_tensor * operand : node->src) {
+                first.emplace(operand, i);
+            }
+        }
+    }
+    const auto apart = [](const ggml_tensor * a, const ggml_tensor * b) {
+        return a->view_offs >= b->view_offs + ggml_nbytes(b) || b->view_offs >= a->view_offs + ggml_nbytes(a);
+    };
+    for (int i = n; i < ggml_graph_n_nodes(graph); ++i) {
+        for (const ggml_tensor * operand : ggml_graph_node(graph, i)->src) {
+            const auto used = first.find(operand);
+            const auto over = operand ? writings.find(operand->view_src ? operand->view_src : operand) : writings.end();
+            if (used == first.end() || over == writings.end()) {
+                continue;
+            }
+            for (const writing & one : over->second) {
+                if (one.number > used->second && !apart(one.node, operand)) {
+                    why = named(one.node) + " writes over " + named(operand) +
+                          ", which a gradient is computed from: an operation that is not in place does not";
+                    return false;
+                }
+            }
+        }
+    }
+    return true;
+}
 
 // What a kernel of the training reads once it has written is marked as an output, over which no allocator puts another
 // result: the gradient of a softmax is computed from what the softmax was.
@@ -87,15 +139,30 @@ class rehearsal {
     ~rehearsal() { ggml_free(context_); }
 
     ggml_cgraph * trained(const std::vector<const ggml_tensor *> & nodes, const ggml_tensor * outputs, const training & how) {
-        ggml_cgraph * forward = ggml_new_graph_custom(context_, size_, true);
-        for (const ggml_tensor * node : nodes) {
-            ggml_build_forward_expand(forward, copies_.at(node));
-        }
+        ggml_cgraph * forward = copied(nodes);
         add_loss(forward, copies_.at(outputs), how.loss);
+        n_forward_ = ggml_graph_n_nodes(forward);
         return how.gradients ? differentiated(forward, how) : forward;
     }
 
+    // The graph as it is, with losses and parameters of its own, and the gradients.
+    ggml_cgraph * differentiated(const std::vector<const ggml_tensor *> & nodes) {
+        ggml_cgraph * graph = copied(nodes);
+        ggml_build_backward_expand(context_, graph, nullptr);
+        return graph;
+    }
+
+    int n_forward() const { return n_forward_; } // nodes of what was trained, and its loss
+
   private:
+    ggml_cgraph * copied(const std::vector<const ggml_tensor *> & nodes) {
+        ggml_cgraph * graph = ggml_new_graph_custom(context_, size_, true);
+        for (const ggml_tensor * node : nodes) {
+            ggml_build_forward_expand(graph, copies_.at(node));
+        }
+        return graph;
+    }
+
     // Nodes of the graph, with gradients that are made of a handful of operations each, and a few more.
     size_t room(size_t n) const {
         return (32 * n + 64) * ggml_tensor_overhead() + 3 * ggml_graph_overhead_custom(size_, true);
@@ -163,7 +230,22 @@ class rehearsal {
     size_t                                                 size_; // of graphs, in nodes
     ggml_context *                                         context_;
     std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_;
+    int                                                    n_forward_ = 0;
 };
+
+// The gradients that ggml adds to a graph.
+inline bool can_differentiate(ggml_cgraph * graph) {
+    const auto nodes = nodes_of(graph);
+    const auto tensors = ancestry(nodes);
+    if (!can_differentiate(tensors)) {
+        return false;
+    }
+    if (std::none_of(nodes.begin(), nodes.end(), [](const ggml_tensor * t) { return t->view_src && !is_view(t); })) {
+        return true;
+    }
+    rehearsal made(tensors, ggml_graph_size(graph));
+    return overwrites_nothing(made.differentiated(nodes), (int) nodes.size());
+}
 
 // ggml has the gradients, and what computes them reads them as they lie. `nodes`: those of a graph; `size`: how many
 // there is room for, with gradients and steps.
@@ -180,6 +262,9 @@ inline bool can_train(ggml_backend_sched_t sched, std::vector<const ggml_tensor 
     if (count > size) { // of a copy of the graph, ggml has the leaves in the room for its nodes
         why = "it has " + std::to_string(count) + " tensors, with gradients and steps, and ggml has room for " +
               std::to_string(size);
+        return false;
+    }
+    if (how.gradients && !overwrites_nothing(graph, made.n_forward())) {
         return false;
     }
     for (const ggml_tensor * node : computed_nodes(graph)) {

@@ -115,7 +115,7 @@ static const char * ggml_cffi_raw_why_not(struct ggml_backend * backend, struct 
     if (check::allocated(graph, backend) && check::supported(graph, backend) && check::cpu_can(graph, backend)) {
         return nullptr;
     }
-    reason.swap(check::why);
+    reason = std::exchange(check::why, {}); // it is of nothing that comes
     return reason.c_str();
 }
 

@@ -349,6 +349,7 @@ template <class R, class... A, R (*F)(A...), class Traits> struct call<F, Traits
             return false;
         }
         if constexpr (Traits::has_requirements) {
+            check::why.clear(); // of what another call has looked at, and not told
             if (const char * broken = Traits::require(a...)) {
                 state.kind = not_allowed;
                 details().message = broken;

@@ -29,10 +29,6 @@ inline index_use index_use_of(const ggml_tensor * node) {
     }
 }
 
-inline bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
-}
-
 // Where the same numbers are already now, if the tensor is but a copy of others or has them in
 // another shape.
 inline const ggml_tensor * copied_from(const ggml_tensor * t) {

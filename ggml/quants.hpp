@@ -1,5 +1,6 @@
 // Quantisation to Q8_0, with the bits of ggml's own, which rounds number by number in a function of the C library.
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,12 +22,19 @@ static void ggml_cffi_quantize_q8_0(const float * numbers, void * blocks, int64_
     auto *          to = (unsigned char *) blocks;
     for (; n >= block; n -= block, numbers += block) {
         float largest = 0;
+        bool  finite = true;
         for (int i = 0; i < block; ++i) {
             const float size = std::fabs(numbers[i]);
-            largest = largest > size ? largest : size; // a NaN counts until the next number
+            largest = largest > size ? largest : size;
+            finite &= size <= FLT_MAX;
         }
-        const float       scale = largest / most;
-        const float       by = scale != 0 ? 1 / scale : 0;
+        const float scale = largest / most;
+        const float by = scale != 0 ? 1 / scale : 0;
+        if (!finite || by > FLT_MAX) { // what an integer is then, C leaves to whoever has compiled ggml
+            ggml_quantize_chunk(GGML_TYPE_Q8_0, numbers, to, 0, 1, block, nullptr);
+            to += sizeof(ggml_fp16_t) + block;
+            continue;
+        }
         const ggml_fp16_t half = ggml_fp32_to_fp16(scale);
         int8_t            integers[block];
         for (int i = 0; i < block; ++i) {

@@ -11,8 +11,9 @@ from _compute import Arena
 from op_table import CASES
 from op_table.case import Case
 
-from ggml_cffi import capi
-from ggml_cffi.errors import AbortError
+from ggml_cffi import Context, capi, ops
+from ggml_cffi.errors import AbortError, NotSupportedError
+from ggml_cffi.training import SGD, Dataset, Trainer
 
 #: What ggml can differentiate, by which of its operands.
 DIFFERENTIABLE = {
@@ -113,3 +114,109 @@ def test_gradient(case, by, one_thread):
 
 def test_gradients_of_all_that_is_listed():
     assert {case.op for case, _ in differentiated()} == set(DIFFERENTIABLE)
+
+
+#: Graphs of a parameter p of ones and of x that write in place, and whether training is refused.
+IN_PLACE = {
+    "what a product has read": (lambda x, p: (s := 2 * x) * p + ops.sqr_inplace(s), True),
+    "a view of that": (
+        lambda x, p: (s := 2 * x) * p + ops.sum_rows(ops.sqr_inplace(s[:, 1:])),
+        True,
+    ),
+    "an input that a product has read": (lambda x, p: x * p + ops.sqr_inplace(x), True),
+    "what is copied over": (lambda x, p: (s := 2 * x) * p + ops.cpy(ops.sqr(x), s), True),
+    "what a sum has read": (lambda x, p: (s := 2 * x) + p + ops.sqr_inplace(s), False),
+    "before it is read": (lambda x, p: ops.sqr_inplace(2 * x) * p, False),
+    "another part": (
+        lambda x, p: (
+            (s := ops.reshape_2d(ops.repeat_4d(2 * x, 3, 4, 1, 1), 3, 4))[:2] * p
+            + ops.sqr_inplace(s[2:])
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_gradients_of_what_is_written_over(what):
+    """A gradient that would be computed from other numbers than the result was is refused."""
+    make, is_refused = IN_PLACE[what]
+    rng = np.random.default_rng(3)
+    data = rng.uniform(1, 2, (2, 3)).astype(np.float32)
+    with Context() as ctx:
+        x = ctx.input((2, 3), name="x")
+        p = ctx.from_numpy(np.ones((1, 3), np.float32), name="p")
+        y = make(x, p)
+        ctx.allocate("CPU")
+
+        def train():
+            with Trainer(x, y, "sum", SGD(1.0), parameters=[p], n_threads=1) as trainer:
+                trainer.fit(Dataset(data), progress=False)
+
+        if is_refused:
+            with pytest.raises(NotSupportedError, match=r"writes over .* a gradient is computed"):
+                train()
+            np.testing.assert_array_equal(p.numpy(), np.ones((1, 3)))
+            return
+        factor = {"what a sum has read": 1 + 0 * data, "another part": 2 * data}
+        wanted = factor.get(what, (2 * data) ** 2).sum(0)
+        train()
+        # the loss is a sum over each batch, of one batch here
+        np.testing.assert_allclose(1 - p.numpy()[0], wanted, 1e-5)
+
+
+def test_a_graph_of_capi_that_is_written_over(one_thread):
+    with Arena(one_thread) as arena:
+        ctx = arena.context(1 << 20)
+        p, x = arena.tensor(3, ctx=ctx), arena.tensor(3, ctx=ctx)
+        capi.ggml_set_param(p)
+        product = capi.ggml_mul(ctx, p, s := capi.ggml_sqr(ctx, x))
+        loss = capi.ggml_sum(ctx, capi.ggml_add(ctx, product, capi.ggml_sqr_inplace(ctx, s)))
+        capi.ggml_set_loss(loss)
+        graph = capi.ggml_new_graph_custom(ctx, 512, True)
+        capi.ggml_build_forward_expand(graph, loss)
+        n = capi.ggml_graph_n_nodes(graph)
+        with pytest.raises(
+            ValueError, match=r"SQR .* writes over SQR 'node_\d+', which a gradient"
+        ):
+            capi.ggml_build_backward_expand(ctx, graph, None)
+        assert capi.ggml_graph_n_nodes(graph) == n
+
+
+@pytest.mark.filterwarnings("ignore:ggml_add1 is deprecated")
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3)])
+def test_the_gradient_of_the_number_that_add1_adds_is_refused(shape):
+    """ggml takes the mean of a row for the sum of all."""
+    with Context() as ctx:
+        x = ctx.input(shape, name="x")
+        b = ctx.from_numpy(np.zeros(1, np.float32), name="b")
+        y = ops.add1(x, b)
+        ctx.allocate("CPU")
+        with pytest.raises(NotSupportedError, match=r"'b' is a parameter, .* ADD adds as well"):
+            Trainer(x, y, "sum", SGD())
+        with Trainer(x, x + b, "sum", SGD(1.0), n_threads=1) as trainer:  # as it says
+            trainer.fit(Dataset(np.zeros(shape, np.float32)), progress=False)
+        np.testing.assert_allclose(b.numpy(), [-np.prod(shape)])
+
+
+def test_the_gradient_of_a_view_of_infinite_numbers(one_thread):
+    """That of what is not viewed is 0 times the numbers: ggml makes NaN of what is infinite."""
+    with Arena(one_thread) as arena:
+        ctx = arena.context(1 << 20)
+        p, mask = arena.tensor(4, ctx=ctx), arena.tensor(4, ctx=ctx)
+        capi.ggml_set_param(p)
+        part = capi.ggml_view_1d(ctx, capi.ggml_add(ctx, p, mask), 2, 4)
+        loss = capi.ggml_sum(ctx, capi.ggml_sqr(ctx, part))
+        capi.ggml_set_loss(loss)
+        graph = capi.ggml_new_graph_custom(ctx, 512, True)
+        capi.ggml_build_forward_expand(graph, loss)
+        capi.ggml_build_backward_expand(ctx, graph, None)
+        arena.allocate(ctx)
+        capi.ggml_backend_tensor_set(p, np.arange(4, dtype=np.float32), 0)
+        capi.ggml_backend_tensor_set(mask, np.array([0, 0, 0, -np.inf], np.float32), 0)
+        capi.ggml_graph_reset(graph)
+        capi.ggml_backend_graph_compute(one_thread, graph)
+        found = np.empty(4, np.float32)
+        capi.ggml_backend_tensor_get(capi.ggml_graph_get_grad(graph, p), found, 0)
+        # when the last is 0, the row in docs/limits.md can go
+        np.testing.assert_array_equal(found, [0, 2, 4, np.nan])
