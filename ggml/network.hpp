@@ -69,6 +69,16 @@ inline std::unordered_map<int, shared>    connections;  // by descriptor
 inline std::map<std::string, limits>      limits_of;    // by host:port
 inline std::unordered_set<int>            served;       // the server's: those that listen, and the clients'
 
+// Connected to nobody: a forked child may have no descriptor free for another one.
+inline int spare = -1;
+
+// With the lock.
+inline void keep_spare() {
+    if (spare < 0) {
+        spare = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    }
+}
+
 // What this thread speaks to, from a message's first byte to the next message or the end of its call.
 static thread_local shared spoken_to;
 
@@ -222,8 +232,20 @@ inline std::string within(int ms) {
 // How long to go on for: to be connected, or for an answer.
 inline deadline until(const limits & allowed, int ms) { return allowed.opening ? deadline(allowed.end) : deadline(ms); }
 
+// As they are now: another thread may set them.
+inline limits allowed_of(const connection & c) {
+    std::lock_guard<fork_safe_mutex> hold(lock);
+    return c.allowed;
+}
+
+inline deadline until(const connection & c) {
+    const limits allowed = allowed_of(c);
+    return until(allowed, allowed.answer_ms);
+}
+
 inline std::string in_time(const connection & c) {
-    return within(c.allowed.opening ? c.allowed.connect_ms : c.allowed.answer_ms);
+    const limits allowed = allowed_of(c);
+    return within(allowed.opening ? allowed.connect_ms : allowed.answer_ms);
 }
 
 // ---- the server's side: a thread that serves, until `stop` can be read
@@ -299,6 +321,7 @@ inline int connect(int fd, const sockaddr * address, socklen_t size) {
     }
     ::fcntl(fd, F_SETFL, flags);
     std::lock_guard<fork_safe_mutex> hold(lock);
+    keep_spare();
     connections[fd] = std::make_shared<connection>(name, allowed);
     return 0;
 }
@@ -372,7 +395,7 @@ inline ssize_t send(int fd, const void * data, size_t size, int flags) {
         if (n >= 0) {
             sent += (size_t) n;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            const event happened = wait_for(fd, POLLOUT, until(c->allowed, c->allowed.answer_ms));
+            const event happened = wait_for(fd, POLLOUT, until(*c));
             if (happened == event::interrupt) {
                 lose(*c, fd, "the wait for it was interrupted");
             } else if (happened == event::too_late) {
@@ -408,14 +431,21 @@ inline ssize_t recv(int fd, void * data, size_t size, int flags) {
         }
     }
     if (c->lost.empty()) {
+        uint32_t   count = 0; // of devices: ggml makes as many, whatever that takes, so it is looked at as a whole
+        size_t     have = 0;
+        const bool counts = c->counting && size == sizeof count;
         for (;;) {
-            const ssize_t n = ::recv(fd, data, size, flags | MSG_DONTWAIT);
-            if (n > 0 && c->counting && size == sizeof(uint32_t)) { // ggml makes as many, whatever that takes
-                uint32_t count = 0;
-                std::memcpy(&count, data, (size_t) n);
-                if (n < (ssize_t) size || count > most_devices) {
-                    return lose(*c, fd, "it claims to have more than 1024 devices");
+            const ssize_t n = ::recv(fd, (char *) data + have, size - have, flags | MSG_DONTWAIT);
+            if (n > 0 && counts) {
+                have += (size_t) n;
+                if (have < size) {
+                    continue;
                 }
+                std::memcpy(&count, data, sizeof count);
+                if (count > most_devices) {
+                    return lose(*c, fd, "it claims to have more than " + std::to_string(most_devices) + " devices");
+                }
+                return (ssize_t) size;
             }
             if (n > 0) {
                 return n;
@@ -425,7 +455,7 @@ inline ssize_t recv(int fd, void * data, size_t size, int flags) {
                 break;
             }
             if (errno == EAGAIN || errno == EWOULDBLOCK) {
-                const event happened = wait_for(fd, POLLIN, until(c->allowed, c->allowed.answer_ms));
+                const event happened = wait_for(fd, POLLIN, until(*c));
                 if (happened == event::ready) {
                     continue;
                 }
@@ -472,6 +502,7 @@ inline int listen(int fd, int) {
         const uint64_t port = ntohs(address.sin_port);
         {
             std::lock_guard<fork_safe_mutex> hold(lock);
+            keep_spare();
             served.insert(fd);
         }
         (void) !::write(here.ready, &port, sizeof port);
@@ -507,20 +538,17 @@ inline void let_go_in_child() {
     if (connections.empty() && served.empty()) {
         return;
     }
-    const int nobody = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    keep_spare();
     for (auto & [fd, c] : connections) {
         const shared anew = std::make_shared<connection>(c->name, c->allowed);
         anew->lost = "it is connected to the process that was forked";
         c = anew; // a thread of the parent's may have held the other one's mutex
-        ::dup3(nobody, fd, O_CLOEXEC);
+        ::dup3(spare, fd, O_CLOEXEC);
     }
     for (const int fd : served) {
-        ::dup3(nobody, fd, O_CLOEXEC);
+        ::dup3(spare, fd, O_CLOEXEC);
     }
     served.clear();
-    if (nobody >= 0) {
-        ::close(nobody);
-    }
 }
 
 // ---- in the place of libc's

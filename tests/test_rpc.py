@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
+import resource
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -1011,6 +1014,71 @@ def test_a_server_that_claims_very_many_devices() -> None:
 
 
 @needs_rpc
+def test_answers_that_come_byte_by_byte() -> None:
+    """As TCP may deliver them: no piece is taken for the whole."""
+
+    def slowly(data: bytes, passed: int) -> bytes:
+        for byte in data[:-1]:
+            worker_to_client().sendall(bytes([byte]))
+            time.sleep(0.001)
+        return data[-1:]
+
+    def worker_to_client() -> socket.socket:
+        client: socket.socket = proxy.sockets[0]
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return client
+
+    with (
+        rpc.Server(threads=1) as server,
+        Proxy(server.address, to_client=slowly) as proxy,
+        rpc.connect(proxy.address, timeout=20.0) as connection,
+    ):
+        assert len(connection) == 1
+        assert connection[0].memory.total > 0
+
+
+@needs_rpc
+@with_threads
+def test_a_fork_that_has_no_descriptor_free(workers: rpc.LocalWorkers) -> None:
+    """The child has the parent's connection as little as any other."""
+    sockets = {fd: inode for fd in os.listdir("/proc/self/fd") if (inode := socket_behind(fd))}
+    assert sockets
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    begun, say = os.pipe()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, sockets)) + 64, limit[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        pid = os.fork()
+        if pid == 0:
+            kept = 0
+            for fd, inode in sockets.items():
+                kept += os.fstat(int(fd)).st_ino == inode
+            os.write(say, bytes([kept]))
+            os._exit(0)
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    os.waitpid(pid, 0)
+    assert os.read(begun, 1) == bytes([0])
+    os.close(begun)
+    os.close(say)
+
+
+def socket_behind(fd: str) -> int:
+    """The number of the socket of a connection that this descriptor is of; 0 for anything else."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+            with socket.socket(fileno=os.dup(int(fd))) as one, contextlib.suppress(OSError):
+                one.getpeername()
+                return os.fstat(int(fd)).st_ino
+    return 0
+
+
+@needs_rpc
 @with_threads
 def test_a_server_in_a_forked_child() -> None:
     with rpc.Server(threads=1) as server, rpc.LocalWorkers(1) as workers:
@@ -1134,6 +1202,42 @@ def alive(pid: int) -> bool:
         return state(f"/proc/{pid}/stat") != "Z"
     except OSError:
         return False
+
+
+@needs_rpc
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("w = rpc.LocalWorkers(1)", 0),
+        ("w = rpc.LocalWorkers(1); 1 / 0", 1),
+        ("w = rpc.LocalWorkers(1); w.me = w", 0),
+        ("w = rpc.LocalWorkers(1); sys.exit(5)", 5),
+        ("w = rpc.LocalWorkers(1); a = w[0].init_backend(); x = w.connections", 0),
+        ("w = rpc.LocalWorkers(1); p = os.fork(); p and os.waitpid(p, 0)", 0),
+        ("def f():\n    w = rpc.LocalWorkers(1)\nf()", 0),
+    ],
+    ids=["global", "exception", "circle", "exit", "in use", "fork", "local"],
+)
+def test_a_program_that_leaves_workers_open_ends_well(body: str, status: int) -> None:
+    script = "import os, sys, warnings; warnings.simplefilter('ignore')\n"
+    script += "from ggml_cffi import rpc\n" + body
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True, text=True, timeout=60, check=False, env=environ,
+        )  # fmt: skip
+        assert ended.returncode == status, ended.stderr
+        assert "Fatal" not in ended.stderr and ("ZeroDivision" in ended.stderr) == (status == 1)
+
+
+@needs_rpc
+def test_a_worker_that_says_much_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    with rpc.LocalWorkers(1, timeout=60) as workers:
+        assert workers[0].memory.total > 0
+    with pytest.raises(GGMLError, match=r"(?s)did not start in time: .*import "):
+        rpc.LocalWorkers(1, timeout=0.5)
 
 
 @needs_rpc

@@ -16,7 +16,6 @@ import ipaddress
 import itertools
 import operator
 import os
-import select
 import socket
 import struct
 import subprocess
@@ -26,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 from . import capi
 from ._handles import Closing, Owned, _check_process, _each, renew_after_fork
@@ -505,6 +504,7 @@ class LocalWorkers(Sequence[RemoteDevice], Closing):
         _started.add(self)
         self._connections: list[Connection] = []
         self.endpoints: list[str] = []
+        self._said: list[tuple[_Said, _Said]] = []
         more = [] if cache_dir is None else ["--cache-dir", os.fspath(cache_dir)]
         command = [
             sys.executable,
@@ -522,14 +522,18 @@ class LocalWorkers(Sequence[RemoteDevice], Closing):
                 self._processes.append(
                     subprocess.Popen(
                         command,
+                        bufsize=0,  # a buffer has a lock, which a thread that reads holds for good
                         stdin=subprocess.PIPE,  # closed with this process: that ends the worker
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     )
                 )
-            for process in self._processes:
-                self.endpoints.append(_first_line(process, until))
+                process = self._processes[-1]
+                assert process.stdout is not None and process.stderr is not None
+                self._said.append((_Said(process.stdout), _Said(process.stderr)))
+            for process, (out, err) in zip(self._processes, self._said, strict=True):
+                self.endpoints.append(_first_line(process, out, err, until))
             for endpoint in self.endpoints:
                 left = max(until - time.monotonic(), 1.0)
                 self._connections.append(connect(endpoint, left, response_timeout))
@@ -579,6 +583,7 @@ class LocalWorkers(Sequence[RemoteDevice], Closing):
         self._closed = True
         steps: list[Callable[[], object]] = [c.close for c in self._connections]
         steps += [lambda p=p: _end(p) for p in self._processes]  # type: ignore[misc]
+        steps += [lambda s=s: s.text(1) for s in itertools.chain(*self._said)]  # type: ignore[misc]
         _each(steps)
 
     def __del__(self) -> None:
@@ -602,37 +607,53 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _first_line(process: subprocess.Popen[bytes], until: float) -> str:
+class _Said:
+    """What a worker writes into a pipe: read by a thread, for the worker must not wait for that.
+
+    The thread closes the pipe: nobody closes what another one is reading.
+    """
+
+    KEPT = 65536  # bytes, from the end; the first line by itself
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.first_line = b""
+        self.begun = threading.Event()  # the first line is there, or never will be
+        self._pipe = pipe
+        self._last = bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe, contextlib.suppress(OSError):
+            while data := self._pipe.read(65536):
+                self._last += data
+                if not self.begun.is_set() and b"\n" in self._last:
+                    self.first_line = bytes(self._last[: self._last.index(b"\n")])
+                    self.begun.set()
+                del self._last[: -self.KEPT]
+        self.begun.set()
+
+    def text(self, wait: float) -> str:
+        """What it has said; all, if it has ended within so many seconds."""
+        self._thread.join(wait)
+        return bytes(self._last).decode(errors="replace").strip()
+
+
+def _first_line(process: subprocess.Popen[bytes], out: _Said, err: _Said, until: float) -> str:
     """The address that a worker prints once it listens."""
-    assert process.stdout is not None and process.stderr is not None
-    line = b""
-    while not line.endswith(b"\n"):
-        left = until - time.monotonic()
-        ready, _, _ = select.select([process.stdout], [], [], max(left, 0))
-        if not ready:
-            raise GGMLError("a worker did not start in time")
-        byte = os.read(process.stdout.fileno(), 1)
-        if not byte:
-            said = process.stderr.read().decode(errors="replace").strip()
-            raise GGMLError(f"a worker did not start (status {process.wait()}): {said}")
-        line += byte
-    # nobody reads what it says from now on, and it must not wait for that
-    for stream in (process.stdout, process.stderr):
-        threading.Thread(target=_drain, args=(stream,), daemon=True).start()
-    return line.decode().strip()
-
-
-def _drain(stream: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):  # it may be closed meanwhile
-        while stream.read(65536):
-            pass
+    if not out.begun.wait(max(until - time.monotonic(), 0)):
+        said = err.text(0)
+        raise GGMLError(f"a worker did not start in time{said and ': '}{said}")
+    if not out.first_line:
+        status = process.wait()
+        raise GGMLError(f"a worker did not start (status {status}): {err.text(5)}")
+    return out.first_line.decode().strip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
