@@ -31,8 +31,8 @@ class AdamW:
         w = (1 - rate decay) w - rate m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
     `learning_rate` may be a function of the step. Raises ValueError for a `learning_rate` or an
-    `epsilon` below 0, betas outside 0 to below 1, a `weight_decay` outside 0 to 1, TypeError for
-    what is no number.
+    `epsilon` below 0, betas outside 0 to below 1, a `weight_decay` outside 0 to 1, all as float32
+    has them, and TypeError for what is no number.
     """
 
     learning_rate: Schedule = 1e-3
@@ -109,9 +109,19 @@ Optimizer: TypeAlias = AdamW | SGD
 def _check(name: str, value: Any, most: float = math.inf, below: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a number")
-    if not (0 <= value < most or (value == most and not below and math.isfinite(most))):
+    try:
+        with np.errstate(over="ignore"):
+            told = float(np.float32(value))
+    except OverflowError:  # of an integer
+        told = math.inf
+
+    def fits(number: float) -> bool:
+        return 0 <= number < most or (number == most and not below and math.isfinite(most))
+
+    if not fits(told):
         above = f"0 to {'below ' if below else ''}{most:g}" if math.isfinite(most) else "0 or more"
-        raise ValueError(f"{name} is {value}, expected {above}")
+        changed = f", which float32 has as {told:g}" if fits(value) else ""
+        raise ValueError(f"{name} is {value}{changed}, expected {above}")
     return float(value)
 
 
