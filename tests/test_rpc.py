@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1017,20 +1018,18 @@ def test_a_server_that_claims_very_many_devices() -> None:
 def test_answers_that_come_byte_by_byte() -> None:
     """As TCP may deliver them: no piece is taken for the whole."""
 
-    def slowly(data: bytes, passed: int) -> bytes:
-        for byte in data[:-1]:
-            worker_to_client().sendall(bytes([byte]))
-            time.sleep(0.001)
-        return data[-1:]
-
-    def worker_to_client() -> socket.socket:
-        client: socket.socket = proxy.sockets[0]
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return client
+    class Slow(Proxy):
+        def _pass_on(self, one: socket.socket, other: socket.socket, change: str) -> None:
+            other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):
+                while data := one.recv(1 if change == "to_client" else 65536):
+                    other.sendall(data)
+                    time.sleep(0.001)
+                other.shutdown(socket.SHUT_WR)
 
     with (
         rpc.Server(threads=1) as server,
-        Proxy(server.address, to_client=slowly) as proxy,
+        Slow(server.address) as proxy,
         rpc.connect(proxy.address, timeout=20.0) as connection,
     ):
         assert len(connection) == 1
@@ -1232,12 +1231,20 @@ def test_a_program_that_leaves_workers_open_ends_well(body: str, status: int) ->
 
 
 @needs_rpc
-def test_a_worker_that_says_much_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONVERBOSE", "1")
-    with rpc.LocalWorkers(1, timeout=60) as workers:
+def test_a_worker_that_says_much_before_it_listens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """More than a pipe takes; what it says last is told where it does not start."""
+    program = "import os, sys, time; sys.stderr.write('well ' * 50_000 + 'so.'); sys.stderr.flush()"
+    program += "; time.sleep(float(os.environ['WAIT']))"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("WAIT", "0")
+    with rpc.LocalWorkers(1) as workers:
         assert workers[0].memory.total > 0
-    with pytest.raises(GGMLError, match=r"(?s)did not start in time: .*import "):
-        rpc.LocalWorkers(1, timeout=0.5)
+    monkeypatch.setenv("WAIT", "60")
+    with pytest.raises(GGMLError, match=r"did not start in time: .*well so\.$"):
+        rpc.LocalWorkers(1, timeout=3)
 
 
 @needs_rpc

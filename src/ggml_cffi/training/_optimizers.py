@@ -115,8 +115,8 @@ def _check(name: str, value: Any, most: float = math.inf, below: bool = False) -
     except OverflowError:  # of an integer
         told = math.inf
 
-    def fits(number: float) -> bool:
-        return 0 <= number < most or (number == most and not below and math.isfinite(most))
+    def fits(number: Any) -> bool:
+        return bool(0 <= number < most or (number == most and not below and most < math.inf))
 
     if not fits(told):
         above = f"0 to {'below ' if below else ''}{most:g}" if math.isfinite(most) else "0 or more"

@@ -420,8 +420,8 @@ class Trainer(Owned[_Store]):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read the parameters from a GGUF file, by their names; of any type, as float32.
 
-        With the state that `save` wrote, training goes on as if it had never been interrupted,
-        with AdamW but for the rounding of float32; without one, the optimiser begins anew. `history` stays as it is.
+        With the state that `save` wrote, training goes on as if it had never been interrupted, with
+        AdamW but for rounding; without one, the optimiser begins anew. `history` stays as it is.
 
         Raises GGUFError where the file lacks a parameter, has another shape of it or the state of
         another optimiser, OSError where it cannot be read; then nothing has changed, nor has it
