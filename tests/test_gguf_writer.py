@@ -319,6 +319,10 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         (OverflowError, "has 70000, which", lambda: writer.add_tensor("a", [70000], "f16")),
         (ValueError, "has 3 bytes, expected 4", lambda: writer.add_raw("a", b"123", "f32", [1])),
         (ValueError, "expected 0 or more", lambda: writer.add_raw("a", b"", "f32", [-1])),
+        (ValueError, "too large", lambda: writer.add_raw("a", b"", "f32", [2**64, 0])),
+        (ValueError, "too large", lambda: writer.add_raw("a", b"", "f32", [2**62, 0, 4])),
+        (TypeError, "expected integers", lambda: writer.add_raw("a", b"1234", "f32", [1.0])),
+        (TypeError, "Python objects", lambda: writer.add_raw("a", np.array([None]), "i64", 1)),
         (ValueError, "is no type of ggml's", lambda: writer.add_raw("a", b"", "q9", [1])),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
@@ -328,7 +332,47 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         assert list(file.tensors) == ["ä" * 31 + "x"]
 
 
+def test_scalars_of_numpy(tmp_path: Path) -> None:
+    with GGUFWriter(tmp_path / "f") as writer:
+        writer.set("text", np.str_("a"))
+        writer.set("texts", ["a", np.str_("b")])
+        writer.set("flag", np.bool_(True))
+        writer.set("number", np.int16(-3))
+    with GGUFFile(tmp_path / "f") as file:
+        found = {key: file.metadata[key] for key in ("text", "flag", "number")}
+        assert found == {"text": "a", "flag": True, "number": -3}
+        assert list(file.metadata["texts"]) == ["a", "b"]
+
+
 # ---- all or nothing
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut there is the old one, or all of the new one."""
+    path, done = tmp_path / "f", []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("sync", name.parent, os.fstat(descriptor).st_size if name.is_file() else 0))
+
+    def replaced(made: Path, target: Path) -> None:
+        done.append(("replace", target.parent, made.stat().st_size))
+        replace(made, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    with GGUFWriter(path) as writer:
+        writer.add_tensor("x", np.ones((100, 100), np.float32))
+    size = path.stat().st_size
+    assert done == [
+        ("sync", tmp_path, size),
+        ("replace", tmp_path, size),
+        ("sync", tmp_path.parent, 0),
+    ]
 
 
 class Stop(Exception):

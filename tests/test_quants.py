@@ -248,6 +248,10 @@ def test_errors() -> None:
         quants.quantize(array, "q4_0", np.ones(32))
     with pytest.raises(ValueError, match="negative or not finite"):
         quants.quantize(array, "q4_0", np.full(64, np.nan))
+    with pytest.raises(ValueError, match="negative or not finite, as float32"):
+        quants.quantize(array, "q4_0", np.full(64, 1e300))
+    with pytest.raises(OverflowError, match="has 70000, which float16 of f16 cannot hold"):
+        quants.quantize(np.full((2, 4), 70000), "f16")
     with pytest.raises(ValueError, match="ggml cannot quantise to GGML_TYPE_I32"):
         quants.quantize(array, "i32")
     with pytest.raises(ValueError, match="'q9_9' is no type of ggml's; these are: f32, f16, q4_0"):

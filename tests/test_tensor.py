@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,9 +19,12 @@ from ggml_cffi import MetaDevice, SplitState, capi, ffi, ops, quants
 from ggml_cffi import tensor as tensor_module
 from ggml_cffi.context import Context
 from ggml_cffi.dtypes import element_type
+from ggml_cffi.gguf import GGUFWriter
 from ggml_cffi.graph import Graph
 from ggml_cffi.tensor import Tensor, raw_bytes
+from ggml_cffi.training import Dataset
 
+MASKED = np.ma.masked_array(np.ones((2, 32), np.float32), np.zeros((2, 32)), fill_value=5)
 DTYPES = ["f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"]
 
 
@@ -240,7 +245,6 @@ def test_quantised_tensors_take_blocks_as_they_are(ctx: Context, name: str) -> N
         lambda a: a[None],
         lambda a: a.tolist(),
         lambda a: np.broadcast_to(a[0], a.shape),
-        lambda a: np.ma.masked_array(a),
         lambda a: a.astype(ml_dtypes.bfloat16),
     ],
 )
@@ -562,3 +566,36 @@ def test_dlpack_with_pytorch_of_what_shares_no_memory(
         ctx.from_dlpack(torch.ones(3, requires_grad=True))
     with pytest.raises((ValueError, BufferError, RuntimeError)):
         ctx.from_dlpack(torch.ones(3, dtype=torch.complex64))
+
+
+def write_gguf(path: Path, act: Any) -> None:
+    with GGUFWriter(path) as writer:
+        act(writer)
+
+
+#: Where numbers come in: what takes them from a context, a tensor with memory and a folder.
+TAKERS: dict[str, Any] = {
+    "from_numpy": lambda ctx, w, path: ctx.from_numpy(MASKED),
+    "set": lambda ctx, w, path: w.set(MASKED),
+    "assign": lambda ctx, w, path: w.__setitem__(..., MASKED),
+    "run": lambda ctx, w, path: Graph(ctx.input((2, 32), name="x") * w).compile("CPU")(x=MASKED),
+    "dataset": lambda ctx, w, path: Dataset(MASKED),
+    "labels": lambda ctx, w, path: Dataset(np.ones(2), MASKED),
+    "quantize": lambda ctx, w, path: quants.quantize(MASKED, "q8_0"),
+    "imatrix": lambda ctx, w, path: quants.quantize(MASKED.data, "q4_0", MASKED[0]),
+    "dequantize": lambda ctx, w, path: quants.dequantize(MASKED.astype(np.uint8), "q8_0"),
+    "metadata": lambda ctx, w, path: write_gguf(path, lambda f: f.set("k", MASKED[0])),
+    "tensor": lambda ctx, w, path: write_gguf(path, lambda f: f.add_tensor("x", MASKED)),
+    "raw": lambda ctx, w, path: write_gguf(path, lambda f: f.add_raw("x", MASKED, "f32", (2, 32))),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_masked_array_is_refused_wherever_numbers_come_in(
+    ctx: Any, tmp_path: Path, taker: str
+) -> None:
+    w = ctx.from_numpy(np.zeros((2, 32), np.float32))
+    ctx.allocate("CPU")
+    with pytest.raises(TypeError, match=r"masked array, whose mask would be lost; \.filled\(\)"):
+        TAKERS[taker](ctx, w, tmp_path / "f.gguf")
+    assert not w.numpy().any() and not os.listdir(tmp_path)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from . import capi, ops
 from .capi import types
-from .dtypes import type_name
+from .dtypes import as_array, type_name
 from .tensor import Tensor, check_cast, check_memory, write
 
 MAX_DIMS = 4
@@ -31,7 +31,7 @@ def assign(tensor: Tensor, key: object, value: npt.ArrayLike) -> None:
     """Write numbers into such a part. The description of it goes at once."""
     if isinstance(value, Tensor):
         raise TypeError(f"{value!r} is written by a graph: ops.cpy, ops.set_rows")
-    numbers = np.asarray(value)
+    numbers = as_array(value)
     if tensor.shares_memory:
         terms = _complete(tensor, key)
         taken = [term for term in terms if term is not None]

@@ -22,7 +22,7 @@ from ._placement import check_weights, reorders
 from .backend import Backend
 from .capi import types
 from .device import Device, device
-from .dtypes import element_type, is_quantized, type_name, types_by_name
+from .dtypes import as_array, element_type, is_quantized, type_name, types_by_name
 from .enums import ggml_backend_buffer_usage, ggml_backend_dev_type, ggml_type
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Context(Owned[_Store]):
 
         Raises ValueError, TypeError and OverflowError as `tensor` and `Tensor.set` do.
         """
-        numbers = np.asarray(array)
+        numbers = as_array(array)
         shape = numbers.shape
         if dtype is not None and numbers.dtype == np.uint8 and shape:
             shape = _shape_of_blocks(shape, element_type(dtype))

@@ -102,6 +102,15 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any], casting: str) -> bool:
     return found
 
 
+def as_array(given: npt.ArrayLike, name: str = "the array") -> npt.NDArray[Any]:
+    """The array that it is, or makes. Raises TypeError for a masked one."""
+    if type(given) is np.ndarray:
+        return given
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; .filled() has none")
+    return np.asarray(given)
+
+
 def check_range(numbers: npt.NDArray[Any], dtype: np.dtype[Any], of: object) -> None:
     """Raise OverflowError where integers are beyond a dtype, which would wrap or be infinite.
 

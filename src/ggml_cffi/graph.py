@@ -23,6 +23,7 @@ from .backend import Backend, Turn, thread
 from .capi import types
 from .context import Context, homes_of, needed_first, reachable
 from .device import Device
+from .dtypes import as_array
 from .enums import ggml_op
 from .errors import AbortError, SplitError
 from .meta import MetaDevice, _room
@@ -608,7 +609,7 @@ class Compiled(Owned[_Store]):
         if missing:
             raise TypeError(f"missing inputs: {', '.join(map(repr, missing))}")
         arrays = {
-            name: check_numbers(self._inputs[name], np.asarray(value), "same_kind")
+            name: check_numbers(self._inputs[name], as_array(value), "same_kind")
             for name, value in inputs.items()
         }
         for name, array in arrays.items():

@@ -21,7 +21,7 @@ from . import _runtime, capi
 from ._loader import ffi, lib
 from ._progress import Progress, Tell, telling
 from .backend import usable_cores
-from .dtypes import element_type, type_name
+from .dtypes import as_array, check_range, element_type, numpy_dtype, type_name
 from .enums import ggml_type
 from .errors import NotSupportedError
 
@@ -52,13 +52,16 @@ def quantize(
     those of ggml's reference and of its CPU backend. Weights are of no use to some types.
 
     Raises ValueError for a shape that does not fit, for a type that ggml cannot quantise to, and
-    for a missing `imatrix` where the type needs one; TypeError for complex numbers and objects;
+    for a missing `imatrix` where the type needs one; TypeError for complex numbers, objects
+    and masked arrays; OverflowError for integers that `type`, one without blocks, cannot hold;
     AbortError where ggml gives up on the numbers (NaN, for some types).
     """
     kind = element_type(type)
-    source = np.asarray(array)
+    source = as_array(array, "array")
     if source.dtype.kind not in "fiub" and source.dtype.name != "bfloat16":
         raise TypeError(f"array has dtype {source.dtype}, expected real numbers")
+    if (plain := numpy_dtype(kind)) is not None:
+        check_range(source, plain, type_name(kind))
     n = _row_length(source, "array")
     size = _row_bytes(kind, n)
     convert = _quantizer(kind, n)
@@ -95,7 +98,7 @@ def dequantize(
     NotSupportedError for the types that are no numbers of blocks (integers).
     """
     kind = element_type(type)
-    source = np.asarray(data)
+    source = as_array(data, "data")
     if source.dtype != np.uint8:
         raise TypeError(f"data has dtype {source.dtype}, expected uint8: the bytes of the blocks")
     size = _row_length(source, "data")
@@ -167,16 +170,18 @@ def _importance(
         if capi.ggml_quantize_requires_imatrix(kind):
             raise ValueError(f"imatrix must not be None for {type_name(kind)}")
         return np.empty((0, 0), np.float32), n_rows
-    given = np.asarray(imatrix)
+    given = as_array(imatrix, "imatrix")
     if given.dtype.kind not in "fiu":
         raise TypeError(f"imatrix has dtype {given.dtype}, expected real numbers")
-    if not np.isfinite(given).all() or (given < 0).any():
-        raise ValueError("imatrix has numbers that are negative or not finite")
+    with np.errstate(over="ignore"):
+        weights = given.astype(np.float32)
+    if not np.isfinite(weights).all() or (given < 0).any():
+        raise ValueError("imatrix has numbers that are negative or not finite, as float32 at least")
     if given.ndim > 1:
         n_rows = max(1, math.prod(shape[-2:-1]))
     wanted = (*shape[:-2], shape[-1]) if given.ndim > 1 else shape[-1:]
     try:
-        weights = np.broadcast_to(given, wanted)
+        weights = np.broadcast_to(weights, wanted)
     except ValueError:
         raise ValueError(
             f"imatrix has shape {given.shape}, expected one that broadcasts to {wanted}"

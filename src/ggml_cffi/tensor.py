@@ -17,7 +17,7 @@ from ._loader import ffi, lib, tensor_class
 from ._placement import is_reordered
 from .capi import types
 from .context import Context
-from .dtypes import castable, check_range, is_quantized, numpy_dtype, type_name
+from .dtypes import as_array, castable, check_range, is_quantized, numpy_dtype, type_name
 from .enums import ggml_op, ggml_type
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Tensor(_Base):
         device has an addend of (PARTIAL), TypeError for a dtype that cannot be converted,
         OverflowError for integers out of range; then nothing is written.
         """
-        self._store(check_numbers(self, np.asarray(array), casting))
+        self._store(check_numbers(self, as_array(array), casting))
 
     def _store(self, numbers: npt.NDArray[Any]) -> None:
         """Write what `check_numbers` has looked at."""

@@ -40,6 +40,8 @@ def encode(key: str, value: object, type: object = None) -> tuple[int, bytes]:
     its own, also where it is that of arrays.
     """
     what = f"metadata key {key!r}"
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, whose mask would be lost; .filled() has none")
     kind = None if type is None else metadata_type(type)
     if kind == fmt.ARRAY and isinstance(value, GGUFArray):
         kind = None  # as `Metadata.type` has it
@@ -140,7 +142,9 @@ def _of_dtype(dtype: np.dtype[Any], what: str) -> int | None:
 def _common(values: list[Any], what: str) -> int:
     """The type for some values: that of NumPy's scalars, else the first that holds them all."""
     kinds = {
-        _of_dtype(value.dtype, what) if isinstance(value, np.generic) else _plain(value, what)
+        _plain(value, what)
+        if isinstance(value, str) or not isinstance(value, np.generic)
+        else _of_dtype(value.dtype, what)
         for value in values
         if not (isinstance(value, int) and not isinstance(value, bool))
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import os
 import secrets
 import stat
@@ -17,7 +19,15 @@ import numpy.typing as npt
 from .. import capi, quants
 from .._handles import Closing
 from .._progress import Progress, Tell, telling
-from ..dtypes import castable, check_range, element_type, is_quantized, numpy_dtype, type_name
+from ..dtypes import (
+    as_array,
+    castable,
+    check_range,
+    element_type,
+    is_quantized,
+    numpy_dtype,
+    type_name,
+)
 from ..enums import ggml_type
 from ..errors import GGUFError
 from ..tensor import Tensor, raw_bytes
@@ -153,7 +163,7 @@ class GGUFWriter(Closing):
             source = _of_tensor(data) if isinstance(data, Tensor) else _of_bytes(data.data)
             self._plan(name, data.type, shape, source)
             return
-        array = np.asarray(data)
+        array = as_array(data, f"tensor {name!r}")
         kind = element_type(array.dtype if type is None else type)
         if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
             raise TypeError(f"tensor {name!r} has dtype {array.dtype}, expected real numbers")
@@ -170,11 +180,13 @@ class GGUFWriter(Closing):
 
         Raises ValueError where `data` has another number of bytes, and as `add_tensor` does.
         """
-        axes = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        if any(n < 0 for n in axes):
-            raise ValueError(f"tensor {name!r}: shape is {axes}, expected 0 or more")
+        axes = _axes(name, shape)
         buffer: Any = data  # NumPy's arrays are buffers, which their types do not say
+        if isinstance(data, np.ndarray):
+            as_array(data, f"tensor {name!r}")
         given = memoryview(buffer)
+        if "O" in given.format:
+            raise TypeError(f"tensor {name!r} has Python objects, expected bytes or numbers")
         kind = element_type(type)
         wanted = _nbytes(name, kind, axes)
         if given.nbytes != wanted:
@@ -248,7 +260,10 @@ class GGUFWriter(Closing):
                 total = sum(tensor.nbytes for tensor in self._tensors.values())
                 with telling(total, progress) as tell:
                     self._data(file, total, tell)
+                file.flush()
+                os.fsync(file.fileno())  # before it has its name: nobody finds half of it there
             os.replace(made, target)
+            _sync_folder(target.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(made)
@@ -289,6 +304,30 @@ def _check_key(key: object) -> None:
         raise TypeError(f"key is {key!r} ({type(key).__name__}), expected a str")
     if not key or "\0" in key or len(key.encode()) > fmt.MAX_KEY:
         raise ValueError(f"key is {key!r:.200}, expected 1 to {fmt.MAX_KEY} bytes, none zero")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the names in it last, where the file system can tell."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _axes(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A shape that the format can say."""
+    try:
+        given = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        axes = tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"tensor {name!r}: shape is {shape!r}, expected integers") from None
+    if any(n < 0 for n in axes):
+        raise ValueError(f"tensor {name!r}: shape is {axes}, expected 0 or more")
+    if math.prod(n or 1 for n in axes) >= 2**63 - 1:
+        raise ValueError(f"tensor {name!r}: shape is {axes}, which is too large")
+    return axes
 
 
 def _nbytes(name: str, kind: ggml_type, shape: tuple[int, ...]) -> int:

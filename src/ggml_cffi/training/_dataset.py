@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..dtypes import as_array
+
 __all__ = ["Dataset"]
 
 
@@ -75,6 +77,7 @@ def count(name: str, value: object, least: int = 1) -> int:
 
 
 def _numbers(name: str, value: npt.ArrayLike) -> npt.NDArray[Any]:
+    as_array(value, name)
     array = np.asanyarray(value)  # a memory map stays one
     if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
