@@ -63,7 +63,7 @@ def prepare(prefix: Prefix, gen: Path, libs: Path, compiler: str) -> cffi.FFI:
 
     ``compiler`` preprocesses the headers; a C++ compiler does, so that no other is needed.
 
-    Returns what compiles the extension. Raises BuildError, or the errors of the generator.
+    Returns what compiles the extension. Raises BuildError.
     """
     generated = codegen.generate(prefix, gen, compiler=compiler)
     if not prefix.system:
@@ -112,7 +112,10 @@ def _link_options(names: list[str], prefix: Prefix, libs: Path) -> dict[str, Any
         return {
             "libraries": names,
             "library_dirs": [str(prefix.libdir)],
-            "extra_link_args": [f"-Wl,--enable-new-dtags,-rpath,{prefix.libdir}"],
+            # not -Wl, which splits a path at commas
+            "extra_link_args": [
+                *("-Wl,--enable-new-dtags", "-Xlinker", "-rpath", "-Xlinker", str(prefix.libdir))
+            ],
         }
     return {
         # As files: the linker takes the names to load from their SONAMEs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -26,21 +27,27 @@ REQUIRED = ("ggml-base", "ggml")
 SYSTEM_ROOTS = (Path("/usr"), Path("/usr/local"))
 
 # Run in a process of its own: a library that crashes or hangs while loading must not end the build.
-_ASK_VERSION = """
-import ctypes, sys
+# It may print whatever it likes as well, and leave the line unfinished.
+_ANSWER = "the versions that ggml-cffi asked for: "
+_ASK_VERSION = f"""
+import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1])
+answer = []
 for name in ("ggml_version", "ggml_commit"):
     function = getattr(library, name, None)
     if function is not None:
         function.restype = ctypes.c_char_p
-    print(function().decode() if function is not None else "")
+    answer.append((function() if function is not None else None) or b"")
+print("\\n{_ANSWER}" + json.dumps([text.decode() for text in answer]), flush=True)
 """
+_PATIENCE = 60.0  # seconds
 
 
 class BuildError(Exception):
     """The package cannot be built here.
 
-    The text says what is wrong, what was looked for and where, and what to do.
+    The text says what is wrong, what was looked for and where, and what to do. The errors of each
+    stage of the generator are of this class, too.
     """
 
     def __init__(self, problem: str, *, looked: Iterable[str] = (), advice: str = "") -> None:
@@ -247,21 +254,29 @@ def _check_machine(path: Path, machine: str) -> None:
 def _read_version(base: Path, libdir: Path, origin: str) -> tuple[str, str]:
     """Ask the library itself; a release without ggml_version is looked up in its CMake files."""
     search = os.pathsep.join(filter(None, [str(libdir), os.environ.get("LD_LIBRARY_PATH")]))
-    answer = subprocess.run(
-        [sys.executable, "-I", "-c", _ASK_VERSION, str(base)],
-        env={**os.environ, "LD_LIBRARY_PATH": search},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if answer.returncode != 0:
+    command = [sys.executable, "-I", "-c", _ASK_VERSION, str(base)]
+    environ = {**os.environ, "LD_LIBRARY_PATH": search}
+    looked = ["the answer of ggml_version()"]
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(
+            f"the ggml library {base} does not load: it hangs for {_PATIENCE:g} s ({origin})",
+            looked=looked,
+            advice="see what it waits for as it is loaded, or name another prefix in "
+            "GGML_CFFI_PREFIX",
+        ) from None
+    answers = re.findall(f"^{_ANSWER}(.*)$", done.stdout.decode(errors="replace"), re.M)
+    if done.returncode != 0 or not answers:
+        said = done.stderr.decode(errors="replace").splitlines() or ["nothing"]
         raise BuildError(
             f"the ggml library {base} cannot be loaded ({origin})",
-            looked=["the answer of ggml_version()"],
-            advice=f"see what the loader said: {(answer.stderr.splitlines() or ['nothing'])[-1]}",
+            looked=looked,
+            advice=f"see what the loader said: {said[-1]}",
         )
-    version, commit = (line.strip() for line in answer.stdout.splitlines())
+    version, commit = (text.strip() for text in json.loads(answers[0]))
     version = version or _cmake_value(libdir, "PACKAGE_VERSION")
     if not version:
         raise BuildError(

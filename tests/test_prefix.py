@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import build_ffi
 from codegen import bundle, prefix, toolchain
 from codegen.elf import read_library
 from codegen.prefix import BuildError, exported_symbols, find_prefix
@@ -121,6 +122,18 @@ def test_the_version_of_a_release_without_ggml_version(fake: Path) -> None:
     assert find(fake).commit == "deadbee"
 
 
+@pytest.mark.parametrize(
+    "printed", ["found 0 devices\\n", "found 0 devices", "1\\n2\\n3\\n", "\\377\\n"]
+)
+@pytest.mark.parametrize("when", ["constructor", "destructor"])
+def test_a_library_that_prints(fake: Path, printed: str, when: str) -> None:
+    says = f'#include <stdio.h>\n__attribute__(({when})) void say(void) {{ printf("{printed}"); }}'
+    flush = says.replace("); }", "); fflush(stdout); }")
+    for source in (says, flush):
+        compile_library(fake / "lib" / "libggml-base.so.0", source + BASE % ("1.2.3", "abc"))
+        assert (find(fake).version, find(fake).commit) == ("1.2.3", "abc")
+
+
 @pytest.mark.parametrize("folder", ["bin", "lib/ggml/backends0", "plugins"])
 def test_loadable_backends(fake: Path, folder: str) -> None:
     make_module(fake / folder / "libggml-cpu-fast.so", fake)
@@ -151,6 +164,19 @@ def test_which_prefixes_are_linked_where_they_are(
     monkeypatch.setattr(prefix, "SYSTEM_ROOTS", (fake,))
     assert find(fake).system
     assert not find(fake, GGML_CFFI_LINK="copy").system
+
+
+def test_a_system_prefix_is_linked_by_its_path(fake: Path, tmp_path: Path) -> None:
+    """Whatever characters are in it: the compiler would split what -Wl is given at commas."""
+    there = shutil.copytree(fake, tmp_path / "a,b", symlinks=True)
+    options = build_ffi._link_options(["ggml"], find(there, GGML_CFFI_LINK="system"), tmp_path)
+    made = tmp_path / "linked.so"
+    folders = [f"-L{folder}" for folder in options["library_dirs"]]
+    flags = [*folders, *(f"-l{name}" for name in options["libraries"]), *options["extra_link_args"]]
+    library = read_library(compile_library(made, "int linked;", *flags))
+    assert library is not None
+    assert library.runpath == (f"{there}/lib",)
+    assert "libggml.so.0" in library.needed
 
 
 # ---- copies
@@ -285,6 +311,26 @@ def test_error_a_library_that_cannot_be_loaded(fake: Path) -> None:
     text = error_of(find, fake)
     assert f"{base} cannot be loaded" in text
     assert "libnowhere.so.7" in text
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("_exit(0);", "cannot be loaded"),
+        ("abort();", "cannot be loaded"),
+        ("pause();", "does not load: it hangs for 1.5 s"),
+    ],
+)
+def test_error_a_library_that_does_not_finish_loading(
+    fake: Path, does: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "_PATIENCE", 1.5)
+    base = fake / "lib" / "libggml-base.so.0"
+    head = "#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor))"
+    compile_library(base, f"{head} void load(void) {{ {does} }}" + BASE % ("1.2.3", "abc"))
+    text = error_of(find, fake)
+    assert f"the ggml library {base} {said}" in text
+    assert f"(GGML_CFFI_PREFIX={fake})" in text
 
 
 def test_error_another_processor(fake: Path) -> None:
