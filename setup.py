@@ -69,7 +69,6 @@ class BuildGgml(Command):
     def run(self) -> None:
         try:
             from codegen.prefix import BuildError
-            from codegen.preprocess import PreprocessError
         except ImportError as error:
             raise _exit(
                 f"the build requirement {error.name} is missing\n"
@@ -78,7 +77,7 @@ class BuildGgml(Command):
             ) from None
         try:
             self._run()
-        except (BuildError, PreprocessError) as error:
+        except BuildError as error:
             raise _exit(str(error)) from None
 
     def _run(self) -> None:

@@ -85,7 +85,8 @@ def read_api(prefix: Prefix, compiler: str | None = None) -> ir.Api:
     """Stages 1 and 2 for `prefix`, with our supplement to its headers."""
     headers = [prefix.include / name for name in header_names(prefix)]
     headers.append(GGML / "supplement.h")
-    return parse(preprocess(headers, [prefix.include], compiler), headers)
+    # ours first: a prefix like /usr has headers of everybody's
+    return parse(preprocess(headers, [GGML, prefix.include], compiler), headers)
 
 
 def bind(

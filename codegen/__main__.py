@@ -11,9 +11,7 @@ from pathlib import Path
 
 import codegen
 from codegen import lock, report
-from codegen.annotations import AnnotationError
 from codegen.prefix import BuildError, Prefix, find_prefix, read_prefix
-from codegen.preprocess import PreprocessError
 
 LOCK = codegen.GGML / "api.json"
 REPORT = codegen.GGML / "report.txt"
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.check_annotations:
             return check_annotations(prefix)
         return regenerate(prefix)
-    except (AnnotationError, BuildError, PreprocessError) as error:
+    except BuildError as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ir
+from .prefix import BuildError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,7 +46,7 @@ CALLBACK_KEYS = frozenset(
 )
 
 
-class AnnotationError(ValueError):
+class AnnotationError(BuildError):
     """A wrong annotation; the message starts with file and line."""
 
 

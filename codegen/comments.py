@@ -19,7 +19,8 @@ _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\\n|\\.)*", re.M)
 
 def locate(api: ir.Api, headers: Sequence[Path]) -> ir.Api:
     """`api` with the place and the comments of every function filled in."""
-    texts = {header.name: _Header(header.read_text(encoding="utf-8")) for header in headers}
+    # a comment need not be UTF-8
+    texts = {h.name: _Header(h.read_text(encoding="utf-8", errors="replace")) for h in headers}
     functions = {}
     for name, function in api.functions.items():
         where = texts[function.where.header].find(name, function.where)

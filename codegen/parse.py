@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pycparser import c_ast, c_generator, c_parser
+from pycparser.c_parser import ParseError as SyntaxFault
 
 from . import ir
 from .comments import locate
+from .prefix import BuildError
 from .preprocess import Macro, Preprocessed
 
 #: Types that cffi and C++ know without our help.
@@ -28,14 +30,17 @@ _INTEGER = re.compile(r"^[\s()0-9a-fA-FxXuUlL+\-*/<>|&~]*$")
 _STRING = re.compile(r'^"(?:[^"\\]|\\.)*"$')
 
 
-class ParseError(RuntimeError):
-    """A declaration that the generator has no word for."""
+class ParseError(BuildError):
+    """What the parser does not understand, or a declaration that the generator has no word for."""
 
 
 def parse(source: Preprocessed, headers: Sequence[Path]) -> ir.Api:
     """Read what `headers` declare; other files' declarations only give names to the parser."""
-    tree = c_parser.CParser().parse(source.text, filename="umbrella.h")
-    reader = _Reader({str(header) for header in headers})
+    try:
+        tree = c_parser.CParser().parse(source.text, filename="umbrella.h")
+    except SyntaxFault as error:
+        raise ParseError(str(error)) from None
+    reader = _Reader({header.name for header in headers})
     for node in tree.ext:
         reader.declaration(node)
     api = reader.api()
@@ -71,7 +76,7 @@ class _Reader:
         file = str(getattr(where, "file", "") or "")
         if file not in self.headers:
             return
-        header = ir.Where(Path(file).name)
+        header = ir.Where(file)
         if isinstance(node, c_ast.Typedef):
             if node.name in self.typedefs:
                 return
