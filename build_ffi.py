@@ -18,7 +18,7 @@ import cffi  # noqa: E402
 
 import codegen  # noqa: E402
 from codegen.bundle import copy_libraries, write_license  # noqa: E402
-from codegen.prefix import Prefix  # noqa: E402
+from codegen.prefix import BuildError, Prefix  # noqa: E402
 
 MODULE = "ggml_cffi._gen._ggml"
 
@@ -78,14 +78,20 @@ def ffibuilder(
     libs: Path,
     environ: Mapping[str, str] = os.environ,
 ) -> cffi.FFI:
-    """Describe the extension to cffi: linked to the copies in ``libs``, or to a system prefix."""
+    """Describe the extension to cffi: linked to the copies in ``libs``, or to a system prefix.
+
+    Raises BuildError if cffi does not take what was generated.
+    """
     witnesses = "\n".join(
         f'        {{"{name}", reinterpret_cast<void *>(&{_WITNESSES[name]})}},'
         for name in generated.libraries
         if name in _WITNESSES
     )
     builder = cffi.FFI()
-    builder.cdef(generated.cdef + "\n" + _LOADER_CDEF)
+    try:
+        builder.cdef(generated.cdef + "\n" + _LOADER_CDEF)
+    except (cffi.CDefError, cffi.FFIError) as error:
+        raise BuildError(f"cffi does not take a declaration of ggml's: {error}") from None
     builder.set_source(
         MODULE,
         generated.source + _LOADER_SOURCE.format(witnesses=witnesses),

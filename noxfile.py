@@ -107,7 +107,10 @@ SOURCES = (
     "build_ffi.py",
     "setup.py",
     "pyproject.toml",
+    "MANIFEST.in",
     "README.md",
+    "LICENSE",
+    "NOTICE-ggml",
 )
 SETTINGS = ("GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 MADE = {"__pycache__", "_gen", "_libs"}

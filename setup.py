@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,7 +25,12 @@ if str(ROOT) not in sys.path:  # build front ends run this without the project's
 
 PACKAGE = "ggml_cffi"
 MADE = ("_gen", "_libs")  # the folders of the package that a build makes
-ABI3 = not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "gettotalrefcount"))
+try:
+    from build_ffi import limited_api
+except ImportError:  # an sdist needs none of it, and build_ggml says what is missing
+    ABI3 = False
+else:
+    ABI3 = limited_api()
 
 
 class Build(build):
@@ -62,6 +66,10 @@ class BuildGgml(Command):
         self.build_lib = ""
 
     def finalize_options(self) -> None:
+        extension = self.get_finalized_command("build_ext")
+        assert isinstance(extension, build_ext)
+        if extension.inplace:  # this may run before it, for the command build
+            self.editable_mode = True
         build = self.get_finalized_command("build")
         self.build_base = build.build_base
         self.build_lib = self.build_lib or build.build_lib
@@ -148,10 +156,6 @@ class BuildExt(build_ext):
     """build_ext after build_ggml, also where it is called by itself (``build_ext --inplace``)."""
 
     def run(self) -> None:
-        if self.inplace:
-            command = self.get_finalized_command("build_ggml")
-            assert isinstance(command, BuildGgml)
-            command.editable_mode = True
         self.run_command("build_ggml")
         super().run()
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,10 @@ pytestmark = pytest.mark.packaging
 ROOT = Path(__file__).resolve().parent.parent
 OTHER = "libggml-python==0.17.0.post1"
 
-NOT_COPIED = (".*", "build", "dist", "*.egg-info", "_gen", "_libs", "__pycache__", "*.gguf")
+NOT_COPIED = (
+    *(".git", ".nox", ".*cache", ".hypothesis", ".venv*", "build", "dist", "*.egg-info"),
+    *("_gen", "_libs", "__pycache__", "*.gguf"),
+)
 
 # What is asked of an installed package, in a process that knows nothing of the build.
 REPORT = """
@@ -156,9 +159,74 @@ def test_what_the_generator_compiles_is_there() -> None:
     assert {*codegen.CPP, "modules.hpp"} == set(CPP)
 
 
-def test_sdist(sdist: Path) -> None:
+def names_in_sdist(sdist: Path) -> set[str]:
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
+def tracked() -> set[str]:
+    """The files of the repository, as git lists them."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name for name in listed.split("\0") if (ROOT / name).is_file()}
+
+
+def test_the_sdist_has_all_that_is_in_git(sdist: Path, need: Callable[..., None]) -> None:
+    """So that its own tests pass."""
+    need(shutil.which("git") and (ROOT / ".git").exists(), "git checkout")
+    assert tracked() - names_in_sdist(sdist) == set()
+
+
+def test_a_wheel_is_made_anew_where_a_file_has_changed_that_goes_into_it() -> None:
+    """noxfile.py keeps wheels by the files that it names: nox itself is not installed here."""
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^SOURCES = \((.*?)^\)$", text, re.M | re.S)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (licenses,) = re.findall(r"^license-files = \[(.*)\]$", project, re.M)
+    (readme,) = re.findall(r'^readme = "(.*)"$', project, re.M)
+    wanted = {"build_ffi.py", "setup.py", "pyproject.toml", "MANIFEST.in", readme}
+    wanted |= {"codegen", "ggml", "src/ggml_cffi", *re.findall('"(.*?)"', licenses)}
+    assert set(re.findall('"(.*?)"', listed)) == wanted
+
+
+# ---- CONTRIBUTING.md
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_headers_is_in_their_order() -> None:
+    rows = re.findall(r"^\| `(\w+\.hpp)` \| \w", CONTRIBUTING, re.M)
+    assert rows == [*codegen.CPP, "modules.hpp"]
+    assert re.findall(r"\b\w+\.hpp\b", CONTRIBUTING) == rows
+
+
+def test_all_markers_are_said() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^markers = \[(.*?)^\]$", project, re.M | re.S)
+    markers = re.findall(r'^ *"(\w+)', section, re.M)
+    assert "no_sanitizer" in markers
+    (said,) = re.findall(r"\bMarkers, .*\n\n((?:- .*\n|  .*\n)+)", CONTRIBUTING)
+    assert sorted(re.findall(r"`(\w+)`(?=[:,])", said)) == sorted(markers)
+
+
+def test_all_settings_are_said() -> None:
+    """Those that the build and nox read or set."""
+    files = [*(ROOT / "codegen").glob("*.py"), *ROOT.glob("*.py")]
+    read: set[str] = set()
+    for file in files:
+        source = file.read_text(encoding="utf-8")
+        read |= set(re.findall(r'environ[^"\n]*"(GGML_CFFI_\w+)"', source))
+    assert {"GGML_CFFI_PREFIX", "GGML_CFFI_LINK", "GGML_CFFI_CUDA_ARCHITECTURES"} <= read
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join([CONTRIBUTING, *(path.read_text(encoding="utf-8") for path in documents)])
+    assert {name for name in read if not re.search(rf"\b{name}\b", text)} == set()
+
+
+# ---- builds
+
+
+def test_sdist(sdist: Path) -> None:
+    names = names_in_sdist(sdist)
     for wanted in (
         "LICENSE",
         "NOTICE-ggml",
@@ -328,6 +396,42 @@ def test_pip_shows_what_is_wrong(
     assert re.search("ggml-cffi cannot be built: " + said, text)
     assert "what to do: " in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"\bvoid +(ggml_free) *\(", r"void \1((", r"ggml\.h:\d+:\d+: "),
+        (r"\bvoid +(ggml_free) *\(", r"void void \1(", "cffi does not take .*'void void'"),
+        (r"\bggml_fp32_to_fp16_row\b", "ggml_gone", r"ggml\.toml:\d+: .*ggml_fp32_to_fp16_row"),
+        ("#pragma once", "#error no good", "failed:\n(.|\n)*no good"),
+    ],
+)
+def test_pip_shows_what_is_wrong_with_the_headers(
+    checkout: Path, tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    root = shutil.copytree(find_prefix({}).root, tmp_path / "prefix")
+    header = root / "include" / "ggml.h"
+    text = header.read_text(encoding="utf-8")
+    text, found = re.subn(old, new, text)
+    assert found
+    header.write_text(text, encoding="utf-8")
+    options = ["--no-deps", "--no-build-isolation", "-w", tmp_path]
+    command = (sys.executable, "-m", "pip", "wheel", *options, checkout)
+    text = run(*command, cwd=tmp_path, fails=True, GGML_CFFI_PREFIX=str(root))
+    assert re.search("ggml-cffi cannot be built: .*" + said, text), text
+    assert "Traceback" not in text
+
+
+def test_a_build_and_an_extension_in_place_in_one_command(checkout: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(checkout, tmp_path / "fresh")
+    for name in ("_gen", "_libs"):
+        shutil.rmtree(source / "src" / "ggml_cffi" / name, ignore_errors=True)
+    command = (sys.executable, "setup.py", "-q", "build", "-b", tmp_path / "out")
+    run(*command, "build_ext", "--inplace", cwd=source, CFLAGS="-O0")
+    found = report(sys.executable, tmp_path, PYTHONPATH=str(source / "src"))
+    assert found["package"] == str(source / "src" / "ggml_cffi" / "__init__.py")
+    assert found["version"] == find_prefix({}).version
 
 
 def test_the_sdist_needs_no_ggml_and_no_compiler(checkout: Path, tmp_path: Path) -> None:
