@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 
 from .. import ir
 from ..resolve import Arg, Binding, Bound, is_float, python_name, scalar_kind
@@ -202,86 +203,133 @@ def _function(binding: Binding, bound: Bound) -> str:
     return "\n".join(lines)
 
 
+#: Statements before a call, and the expressions for C parameters, by their names.
+_Conversion = tuple[list[str], dict[str, str]]
+
+
 def _conversions(binding: Binding, bound: Bound) -> tuple[list[str], list[str]]:
     """Statements before the call, and an expression for each C parameter."""
     before: list[str] = []
     passed: dict[str, str] = {}
-    sizes = {a.size: a for a in bound.args if a.kind == "buffer"}
-    counted: dict[str, list[Arg]] = {}
+    sizes = {arg.size for arg in bound.args if arg.kind == "buffer"}
     for arg in bound.args:
         passed.setdefault(arg.c_name, arg.name)
-        name = arg.name
-        if arg.kind == "string":
-            passed[arg.c_name] = f'_string({name}, "{bound.name}", "{name}", {arg.nullable})'
-        elif arg.c_name in sizes:
-            pass  # the buffer's conversion deals with it
-        elif arg.kind == "enum" or (arg.kind == "number" and not is_float(binding.api, arg.type)):
-            # cffi would cut off what a NumPy float has behind the point
-            passed[arg.c_name] = f"{name} if _type({name}) is int else _index({name})"
-        elif arg.kind == "number" and ir.declare(binding.api.resolve(arg.type)) == "float":
-            # cffi would make infinity of what is too large
-            passed[arg.c_name] = (
-                f'{name} if -_FMAX <= {name} <= _FMAX else _single("{name}", {name})'
-            )
-        elif arg.kind == "struct_pointer":
-            passed[arg.c_name] = f"_reference({name}, {arg.nullable})"
-        elif arg.kind == "pointer" and arg.sized:
-            before.append(_behind(bound, name, arg.sized))
-            passed[arg.c_name] = f"_NULL if {name} is None else {name}" if arg.nullable else name
-        elif arg.kind == "pointer":
-            value = name
-            if _is_void(binding, arg.type):  # cffi would take bytes by their address
-                value = f"({name} if _type({name}) is _CData else _handle({name}))"
-            passed[arg.c_name] = f"_NULL if {name} is None else {value}" if arg.nullable else value
-        elif arg.kind == "struct":
-            if arg.spread:
-                before += [
-                    _behind(bound, pointer, size) for pointer, size in arg.sized_fields.items()
-                ]
-                before += _spread(binding, arg)
-            else:
-                passed[arg.c_name] = f'_struct({name}, "{name}")'
-        elif arg.kind == "array":
-            assert arg.element is not None
-            count = f"_n_{arg.c_name}"
-            fixed = arg.length if isinstance(arg.length, int) else None
-            before.append(
-                f'_p_{arg.c_name}, {count} = _array("{_plain(arg.element)}", {name}, '
-                f'"{bound.name}", "{name}", nullable={arg.nullable}, unique={arg.unique}, '
-                f"minimum={arg.min_length}, fixed={fixed}, writes={arg.writes})"
-            )
-            passed[arg.c_name] = f"_p_{arg.c_name}"
-            if isinstance(arg.length, str):
-                counted.setdefault(arg.length, []).append(arg)
-                passed[arg.length] = count
-        elif arg.kind == "buffer":
-            size = arg.size or "None"
-            holds = f", holds={arg.holds}" if arg.holds else ""
-            count = f"_n_{arg.c_name}"
-            before.append(
-                f'_p_{arg.c_name}, {count} = _buffer({name}, {size}, "{bound.name}", "{name}", '
-                f"nullable={arg.nullable}, writes={arg.writes}{holds})"
-            )
-            passed[arg.c_name] = (
-                f"_p_{arg.c_name}" if _is_void(binding, arg.type)
-                else f'_ffi.cast("{ir.declare(arg.type)}", _p_{arg.c_name})'
-            )  # fmt: skip
-            if arg.size in sizes:
-                passed[str(arg.size)] = count
-        elif arg.kind == "out":
-            assert arg.element is not None
-            before.append(f'_o_{arg.c_name} = _ffi.new("{_plain(arg.element)} *")')
-            passed[arg.c_name] = f"_o_{arg.c_name}"
-        elif arg.kind == "callback":
-            passed[arg.c_name] = f"_f_{arg.c_name}"
-            if arg.callback and arg.callback.userdata:
-                passed[arg.callback.userdata] = f"_u_{arg.c_name}"
-    for length, arrays in counted.items():
+        if arg.c_name in sizes:
+            continue  # the buffer's conversion deals with it
+        if convert := _CONVERT.get(arg.kind):
+            statements, expressions = convert(binding, bound, arg)
+            before += statements
+            passed |= expressions
+    for length, arrays in _counted(bound).items():
         if len(arrays) > 1:  # one length for several arrays; those that are None do not count
             pairs = ", ".join(f'("{a.name}", {a.name}, _n_{a.c_name})' for a in arrays)
             before.append(f'_n_{length} = _runtime.length("{bound.name}", ({pairs}))')
             passed[length] = f"_n_{length}"
     return before, [passed[p.name] for p in bound.function.params]
+
+
+def _counted(bound: Bound) -> dict[str, list[Arg]]:
+    """The arrays whose length is a parameter, by its name."""
+    counted: dict[str, list[Arg]] = {}
+    for arg in bound.args:
+        if arg.kind == "array" and isinstance(arg.length, str):
+            counted.setdefault(arg.length, []).append(arg)
+    return counted
+
+
+def _convert_string(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    return [], {arg.c_name: f'_string({arg.name}, "{bound.name}", "{arg.name}", {arg.nullable})'}
+
+
+def _convert_number(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    name = arg.name
+    if arg.kind == "enum" or not is_float(binding.api, arg.type):
+        # cffi would cut off what a NumPy float has behind the point
+        return [], {arg.c_name: f"{name} if _type({name}) is int else _index({name})"}
+    if ir.declare(binding.api.resolve(arg.type)) == "float":
+        # cffi would make infinity of what is too large
+        text = f'{name} if -_FMAX <= {name} <= _FMAX else _single("{name}", {name})'
+        return [], {arg.c_name: text}
+    return [], {}
+
+
+def _convert_struct_pointer(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    return [], {arg.c_name: f"_reference({arg.name}, {arg.nullable})"}
+
+
+def _convert_pointer(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    before, value = [], arg.name
+    if arg.sized:
+        before.append(_behind(bound, arg.name, arg.sized))
+    elif _is_void(binding, arg.type):  # cffi would take bytes by their address
+        value = f"({arg.name} if _type({arg.name}) is _CData else _handle({arg.name}))"
+    return before, {
+        arg.c_name: f"_NULL if {arg.name} is None else {value}" if arg.nullable else value
+    }
+
+
+def _convert_struct(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    if not arg.spread:
+        return [], {arg.c_name: f'_struct({arg.name}, "{arg.name}")'}
+    sized = [_behind(bound, pointer, size) for pointer, size in arg.sized_fields.items()]
+    return [*sized, *_spread(binding, arg)], {}
+
+
+def _convert_array(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    assert arg.element is not None
+    pointer, count = f"_p_{arg.c_name}", f"_n_{arg.c_name}"
+    fixed = arg.length if isinstance(arg.length, int) else None
+    statement = (
+        f'{pointer}, {count} = _array("{_plain(arg.element)}", {arg.name}, '
+        f'"{bound.name}", "{arg.name}", nullable={arg.nullable}, unique={arg.unique}, '
+        f"minimum={arg.min_length}, fixed={fixed}, writes={arg.writes})"
+    )
+    passed = {arg.c_name: pointer}
+    if isinstance(arg.length, str):
+        passed[arg.length] = count
+    return [statement], passed
+
+
+def _convert_buffer(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    pointer, count = f"_p_{arg.c_name}", f"_n_{arg.c_name}"
+    holds = f", holds={arg.holds}" if arg.holds else ""
+    statement = (
+        f'{pointer}, {count} = _buffer({arg.name}, {arg.size or "None"}, "{bound.name}", '
+        f'"{arg.name}", nullable={arg.nullable}, writes={arg.writes}{holds})'
+    )
+    cast = f'_ffi.cast("{ir.declare(arg.type)}", {pointer})'
+    passed = {arg.c_name: pointer if _is_void(binding, arg.type) else cast}
+    if arg.size:
+        passed[arg.size] = count
+    return [statement], passed
+
+
+def _convert_out(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    assert arg.element is not None
+    pointer = f"_o_{arg.c_name}"
+    return [f'{pointer} = _ffi.new("{_plain(arg.element)} *")'], {arg.c_name: pointer}
+
+
+def _convert_callback(binding: Binding, bound: Bound, arg: Arg) -> _Conversion:
+    passed = {arg.c_name: f"_f_{arg.c_name}"}
+    if arg.callback and arg.callback.userdata:
+        passed[arg.callback.userdata] = f"_u_{arg.c_name}"
+    return [], passed
+
+
+#: By the kind of a parameter; those of other kinds are passed as they are.
+_CONVERT: dict[str, Callable[[Binding, Bound, Arg], _Conversion]] = {
+    "string": _convert_string,
+    "enum": _convert_number,
+    "number": _convert_number,
+    "struct_pointer": _convert_struct_pointer,
+    "pointer": _convert_pointer,
+    "struct": _convert_struct,
+    "array": _convert_array,
+    "buffer": _convert_buffer,
+    "out": _convert_out,
+    "callback": _convert_callback,
+}
 
 
 def _behind(bound: Bound, pointer: str, size: str) -> str:
