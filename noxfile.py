@@ -123,6 +123,13 @@ def tools(*names: str) -> list[str]:
     return [found[name] for name in names]
 
 
+def oldest() -> list[str]:
+    """The oldest of each package that users may have: the lower bounds, as exact versions."""
+    project = PROJECT["project"]
+    extras = (project["optional-dependencies"][name] for name in ("bfloat16", "progress"))
+    return [line.replace(">=", "==") for line in sum(extras, project["dependencies"])]
+
+
 #: What the generator needs to run, the pinned ggml among it.
 BUILD = PROJECT["build-system"]["requires"]
 
@@ -395,11 +402,13 @@ def backends(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """The tests that are worth running on every Python, in its development mode.
 
-    On the newest the extension is clang's, where there is one: what C++ leaves open it does
-    otherwise.
+    On the oldest they run with the oldest packages that pyproject.toml allows. On the newest the
+    extension is clang's, where there is one: what C++ leaves open it does otherwise.
     """
     clang = {"CXX": "clang++"} if session.python == CORE[-1] and shutil.which("clang++") else {}
-    install(session, "test", "pytest-xdist", variant="clang" if clang else "plain", **clang)
+    packages = oldest() if session.python == CORE[0] else []
+    variant = "clang" if clang else "plain"
+    install(session, "test", "pytest-xdist", *packages, variant=variant, **clang)
     # random graphs are those of ggml, whatever the Python; benchmarks are of Python without checks
     outside = ("codegen", "fuzz", "test_benchmarks.py")
     quick = ("-m", "not packaging and not slow", *(f"--ignore=tests/{name}" for name in outside))
