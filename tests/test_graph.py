@@ -27,6 +27,7 @@ from ggml_cffi import (
     ops,
 )
 from ggml_cffi.context import Context
+from ggml_cffi.errors import OperandError
 from ggml_cffi.graph import Graph
 
 
@@ -463,7 +464,7 @@ def test_what_is_no_output_cannot_be_read(ctx: Context) -> None:
     for node in graph.nodes:
         with pytest.raises(ValueError, match="those of a compiled graph are read as the graph's"):
             node.numpy()
-    with pytest.raises(ValueError, match="in a graph it is an input"):
+    with pytest.raises(ValueError, match="it is an input of graphs, which are given"):
         graph.inputs[0].numpy()
 
 
@@ -572,3 +573,41 @@ def test_closing_frees_it(ctx: Context) -> None:
     assert diagnostics.live_handles()["ggml_gallocr"] == before["ggml_gallocr"]
     assert diagnostics.live_handles()["ggml_backend"] == before["ggml_backend"]
     assert capi.ggml_n_dims  # the module is alive
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 1, 2), (), (1,), (4,), (1, 1, 1, 1), (2, 1)])
+@pytest.mark.parametrize("kind", ["input", "tensor"])
+def test_inputs_have_the_axes_that_they_were_made_with(shape: tuple[int, ...], kind: str) -> None:
+    """Those of length 1 in front as well, which ggml does not count."""
+    with Context() as ctx:
+        x = getattr(ctx, kind)(shape, name="x")
+        graph = Graph(ops.sqr(x))
+        assert [one.shape for one in graph.inputs] == [shape]
+        assert graph.tensors[0].shape == shape
+        with graph.compile("CPU", n_threads=1) as made:
+            assert made.inputs == {"x": shape}
+            assert made(x=np.full(shape, 3)).shape == shape
+            with pytest.raises(ValueError, match=re.escape(f"expected {shape} of")):
+                made(x=np.zeros(7))
+
+
+def test_a_tensor_whose_context_was_not_allocated_is_told() -> None:
+    with Context() as ctx:
+        w, x = ctx.tensor((2, 2), name="w"), ctx.input((2, 2), name="x")
+        with Graph(x @ w.T).compile("CPU", n_threads=1) as made:
+            with pytest.raises(TypeError, match="'w', 'x'; the Context of 'w' was not allocated"):
+                made()
+            with pytest.raises(TypeError, match=r"missing inputs: 'x'$"):
+                made(w=np.ones((2, 2)))
+
+
+def test_float64_which_ggml_computes_little_with() -> None:
+    """NumPy's default: errors say what to write."""
+    wanted = re.escape("Context.from_numpy(array, dtype='f32') converts")
+    with Context() as ctx:
+        x, w = ctx.input((2, 4), name="x"), ctx.from_numpy(np.ones((3, 4)), "w")
+        with pytest.raises(OperandError, match=wanted):
+            x @ w.T
+        added = x + ctx.from_numpy(np.ones(4), "b")
+        with pytest.raises(ValueError, match=wanted):
+            Graph(added).compile("CPU", n_threads=1)

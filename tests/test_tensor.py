@@ -373,12 +373,16 @@ def test_floats_do_not_become_integers(ctx: Context, given: Any) -> None:
 def test_no_memory(ctx: Context) -> None:
     x = ctx.input(3, name="x")
     y = ops.sqr(x)
-    with pytest.raises(ValueError, match="in a graph it is an input"):
+    with pytest.raises(ValueError, match="it is an input of graphs, which are given"):
         x.numpy()
-    with pytest.raises(ValueError, match="in a graph it is an input"):
+    with pytest.raises(ValueError, match="it is an input of graphs, which are given"):
         x.set([1, 2, 3])
     with pytest.raises(ValueError, match="it is a result"):
         np.asarray(y)
+    ctx.allocate("CPU")
+    for made, kind in ((ctx.tensor(3), "an input"), (ctx.from_numpy(np.ones(3)), "a constant")):
+        with pytest.raises(ValueError, match=f"allocate gives it some; without, it is {kind} of"):
+            made.numpy()
 
 
 def test_a_meta_device_gives_no_view(ctx: Context, spread: Any) -> None:

@@ -1166,6 +1166,8 @@ def shown(made: Trainer, monkeypatch: Any, where: Any, **options: Any) -> str:
     tqdm = pytest.importorskip("tqdm")
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # no thread of its own
     monkeypatch.setattr(sys, "stderr", where)
+    for size in ("COLUMNS", "LINES"):  # which tqdm cuts its lines by
+        monkeypatch.delenv(size, raising=False)
     try:
         made.fit(Dataset(X, CLASSES), 2, validation_split=1 / 3, **options)
     finally:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from . import _loader, _runtime, capi
 from .context import Context, place
 from .dtypes import type_name
+from .enums import ggml_type
 from .errors import AbortError, OperandError
 from .tensor import Tensor, n_axes, n_dims
 
@@ -110,6 +111,10 @@ def build(
     return Tensor(handle, context, axes)
 
 
+F64 = ggml_type.GGML_TYPE_F64
+FLOAT64 = "ggml computes little with f64: Context.from_numpy(array, dtype='f32') converts"
+
+
 def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[str, object]) -> None:
     """Raise OperandError where ggml has aborted, or a requirement is not met; say what was given.
 
@@ -124,6 +129,8 @@ def refuse(error: Exception, function: Callable[..., Any], arguments: Mapping[st
     if is_requirement:
         told = _told(arguments)
         message = f"{'; '.join(told)}: " * bool(told) + f"requires {text}"
+        if any(one._kind == F64 for one in _operands(arguments).values()):
+            message += f"; {FLOAT64}"
         raise OperandError(message, function=function.__name__) from None
 
 

@@ -137,6 +137,7 @@ class Context(Owned[_Store]):
         self._leaves, self._inputs, self._results = store.leaves, store.inputs, store.results
         self._number = next(_numbers)  # older ones have smaller ones
         self._needs: set[Context] = set()  # contexts whose tensors ours were made from
+        self._ndims: dict[int, int] = {}  # of leaves, where it is not what ggml counts
         self._pending: dict[int, npt.NDArray[Any]] = {}  # numbers of tensors without memory
         self._reordered = False  # some of its tensors are where weights have another order
         self._lent = Loans(self._resource)  # views of our memory that others hold
@@ -159,7 +160,13 @@ class Context(Owned[_Store]):
             return self._leaf(self._leaves, shape, dtype, name)
         if name is not None:
             made.name = name
+        self._note_ndim(made)
         return made
+
+    def _note_ndim(self, made: Tensor) -> None:
+        """Ggml does not tell how many axes of length 1 stand in front."""
+        if made._ndim != _tensor.n_dims(made._handle):
+            self._ndims[made._address] = made._ndim
 
     def input(self, shape: int | Sequence[int], dtype: object = "f32", name: str = "") -> Tensor:
         """A tensor that never has memory of its own: an input of the graphs that it is part of.
@@ -185,18 +192,21 @@ class Context(Owned[_Store]):
             handle = capi.ggml_new_tensor_4d(arenas.take(), kind, *ne_of(wanted))
             if name is not None:
                 capi.ggml_set_name(handle, name)
-        return _tensor.Tensor(handle, self, len(wanted))
+            made = _tensor.Tensor(handle, self, len(wanted))
+            self._note_ndim(made)
+        return made
 
     def from_numpy(
         self, array: npt.ArrayLike, name: str | None = None, dtype: object = None
     ) -> Tensor:
         """A tensor with the shape and the numbers of `array`, which it has once it has memory.
 
-        `dtype` is the array's by default; numbers are converted, and quantised, as `Tensor.set`
-        does. An array of uint8 for a quantised type has its blocks, as `quantize` gives them: of
-        shape ``(..., bytes of a row)``. The array is not copied before: do not change it until
-        then. In a graph that is compiled before `allocate` it is a constant of that graph, with
-        memory of its own there.
+        `dtype` is the array's by default; with float64, which is NumPy's default, ggml computes
+        little: ``dtype="f32"``. Numbers are converted, and quantised, as `Tensor.set` does. An
+        array of uint8 for a quantised type has its blocks, as `quantize` gives them: of shape
+        ``(..., bytes of a row)``. The array is not copied before: do not change it until then. In
+        a graph that is compiled before `allocate` it is a constant of that graph, with memory of
+        its own there.
 
         Raises ValueError, TypeError and OverflowError as `tensor` and `Tensor.set` do.
         """
@@ -345,6 +355,14 @@ class Context(Owned[_Store]):
                 f"arrays share the memory of {self._lent.count} of the Context's tensors: it stays "
                 "open"
             )
+
+    def _has_input(self, tensor: Tensor) -> bool:
+        """Whether it is of those that `input` has made."""
+        for arena in self._inputs:
+            start = address(capi.ggml_get_mem_buffer(arena))
+            if start <= tensor._address < start + capi.ggml_get_mem_size(arena):
+                return True
+        return False
 
     def _arenas(self) -> list[types.ggml_context]:
         return [*self._leaves, *self._inputs, *self._results]

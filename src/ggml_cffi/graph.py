@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _kept, capi
+from ._building import FLOAT64
 from ._copies import copy, filled, graph_of, put_in
 from ._handles import Loans, Owned, address, holding, in_use
 from ._loader import ffi
@@ -70,7 +72,10 @@ class Graph:
         with self._open():
             order = self._order()
             homes = homes_of(self._contexts, order)
-            return [Tensor(handle, home) for handle, home in zip(order, homes, strict=True)]
+            return [
+                Tensor(handle, home, home._ndims.get(address(handle)))
+                for handle, home in zip(order, homes, strict=True)
+            ]
 
     @property
     def nodes(self) -> list[Tensor]:
@@ -223,6 +228,7 @@ class OnBackend:
         reason = helper("ggml_cffi_why_not", self.backend.handle, compiled._graph)
         if reason != ffi.NULL:
             told = ffi.string(reason).decode("utf-8", "replace")
+            told += f"; {FLOAT64}" if re.search(r"\bf64\[", told) else ""
             raise ValueError(f"{self.backend.name} cannot compute the graph: {told}")
         self.done = True
         return True
@@ -348,6 +354,7 @@ class Compiled(Owned[_Store]):
         self._written: set[str] = set()
         self._constants: list[tuple[Tensor, npt.NDArray[Any]]] = []
         self._inputs: dict[str, Tensor] = {}
+        self._bare: set[str] = set()  # those made by Context.tensor, without memory
         # on a meta device: what is there already, whether any is viewed, what is zero before a run
         self._weights: list[types.ggml_tensor] = []
         self._views = False
@@ -478,6 +485,8 @@ class Compiled(Owned[_Store]):
         if old.name in self._inputs:
             raise ValueError(f"two inputs have the name {old.name!r}")
         self._inputs[old.name] = new
+        if not old.context._has_input(old):
+            self._bare.add(old.name)
 
     def _check_constants(self, copies: Sequence[types.ggml_tensor]) -> None:
         """Raise ValueError for what would be written into, and seen by no other graph."""
@@ -607,7 +616,10 @@ class Compiled(Owned[_Store]):
             if name not in inputs and name not in had and one.size
         ]
         if missing:
-            raise TypeError(f"missing inputs: {', '.join(map(repr, missing))}")
+            told = f"missing inputs: {', '.join(map(repr, missing))}"
+            if bare := [repr(name) for name in missing if name in self._bare]:
+                told += f"; the Context of {', '.join(bare)} was not allocated before `compile`"
+            raise TypeError(told)
         arrays = {
             name: check_numbers(self._inputs[name], as_array(value), "same_kind")
             for name, value in inputs.items()

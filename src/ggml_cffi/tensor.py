@@ -415,7 +415,11 @@ def is_without_memory(handle: Any) -> bool:
 
 def _why_none(tensor: Tensor) -> str:
     if tensor.op == ggml_op.GGML_OP_NONE:
-        return "its context has not been allocated; in a graph it is an input"
+        context = tensor._context
+        if context._has_input(tensor):
+            return "it is an input of graphs, which are given its numbers at each run"
+        kind = "a constant" if tensor._address in context._pending else "an input"
+        return f"Context.allocate gives it some; without, it is {kind} of the graphs that it is in"
     return "it is a result; those of a compiled graph are read as the graph's outputs"
 
 
