@@ -436,7 +436,9 @@ def _returned(binding: Binding, bound: Bound) -> list[str]:
             "except UnicodeDecodeError:", "    return _text(_r)",
         ]  # fmt: skip
     value = "_r"
-    if kind in ("void", "success"):
+    if kind == "success" and not bound.outs:
+        value = "True"  # as in C, where it is not raised
+    elif kind in ("void", "success"):
         value = ""
     elif kind == "string":
         value = "_text(_r)"

@@ -114,6 +114,8 @@ def result(binding: Binding, bound: Bound) -> str:
         first: str | None = "str | None" if bound.null == "none" else "str"
     elif bound.returns == "status":
         first = "enums.ggml_status"
+    elif bound.returns == "success" and not bound.outs:
+        first = "bool"
     elif bound.returns in ("success", "void"):
         first = None
     else:
