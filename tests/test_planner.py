@@ -344,6 +344,27 @@ def test_soft_max_of_rows_that_are_cut() -> None:
     Case(a=((4, 8), split(1, [3, 1]))).check(lambda a: ops.soft_max(a))
 
 
+ALIBI = [([8, 0], ""), ([0, 8], ""), ([4, 4], "max_bias"), ([7, 1], "max_bias")]
+
+
+@pytest.mark.parametrize(("shares", "words"), ALIBI)
+def test_alibi_needs_all_heads_on_one_device(shares: list[int], words: str) -> None:
+    """Each head's slope goes by its number, and a device counts its own."""
+    cut = split(2, shares)
+    soft_max = Case(a=((8, 3, 5), cut), m=((8, 3, 5), cut))
+    heads = dict.fromkeys("qkv", ((8, 3, 32), cut))
+    attention = Case(**heads, m=(np.zeros((3, 3), np.float16), WHOLE))
+    attention.arrays["m"] = np.arange(9).reshape(3, 3).astype(np.float16) / 8
+    for case, build in (
+        (soft_max, lambda a, m: ops.soft_max_ext(a, m, 0.5, 8.0)),
+        (attention, lambda q, k, v, m: ops.flash_attn_ext(q, k, v, m, scale=0.2, max_bias=8.0)),
+    ):
+        if words:
+            case.refused(build, words)
+        else:
+            case.check(build)
+
+
 def test_a_repetition_along_the_cut_is_read_in_order() -> None:
     Case(a=((3, 8), split(0, [6, 2]))).check(lambda a: ops.repeat_4d(a, 16, 3, 1, 1))
 

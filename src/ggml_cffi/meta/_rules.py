@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from ._layout import Layout, elements, folded, repeated, reshaped, size
+from ._layout import Layout, elements, folded, merged, repeated, reshaped, size
 from ._split import MAX_DIMS, SplitAxis, SplitState
 
 MIRRORED, PARTIAL = SplitState.mirrored(), SplitState.partial()
@@ -542,10 +542,21 @@ def _held_by_row(step: Step, told: SplitState) -> Layout | None:
     return layout
 
 
+def _check_slopes(step: Step, heads: Layout | None) -> None:
+    """Raise Wrong where max_bias gives a head a slope by a number that is not the head's.
+
+    A device counts the heads that it has; right is only one that has all, in their order.
+    """
+    if not step.node.kind.number(1) or heads is None:
+        return
+    if [merged(one) for one in heads if size(one)] != [((0, step[0].node.ne[2]),)]:
+        raise Wrong("max_bias is not 0: a device does not know the numbers of its heads")
+
+
 def _held_softmax(step: Step, told: SplitState) -> Layout | None:
     layout = _held_by_row(step, told)
-    if told.axis == SplitAxis.AXIS_2 and step.node.kind.number(1):
-        raise Wrong("max_bias is not 0: a device does not know the numbers of its heads")
+    if told.axis == SplitAxis.AXIS_2:
+        _check_slopes(step, layout)
     return layout
 
 
@@ -676,8 +687,7 @@ def _held_attention(step: Step, told: SplitState) -> Layout | None:
     if step.get(4) is not None:
         _check_same(q, step[4])
     _agreeing(step, 1, 2)
-    if step.node.kind.number(1):
-        raise Wrong("max_bias is not 0: a device does not know the numbers of its heads")
+    _check_slopes(step, q.state.held)
     mask = step.get(3)
     if mask is not None and mask.node.ne[2] != 1:
         raise Wrong(f"{_what(mask)} has a plane for each head, of which each device has some")
