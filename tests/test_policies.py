@@ -9,9 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _layers import experts
 from _release import needs, needs_meta
 
-from ggml_cffi import Context, GGUFFile, GGUFWriter, Graph, MetaDevice, SplitState, capi, ops
+from ggml_cffi import (
+    Context,
+    GGUFFile,
+    GGUFWriter,
+    Graph,
+    MetaDevice,
+    SplitState,
+    capi,
+    device,
+    ops,
+)
 from ggml_cffi.meta import SplitAxis, TensorInfo, policies
 
 F32, Q4_K = 0, 12
@@ -250,6 +261,48 @@ def test_caches_of_keys_and_values_have_the_width_of_theirs(path: Path) -> None:
         assert policy(weight(name, kv * (80 - width), 9), 2) == MIRRORED
 
 
+@needs_meta
+@pytest.mark.parametrize(
+    ("shapes", "keys", "values"),
+    [
+        ({"attn_q": 256, "attn_k": 128, "attn_v": 128, "attn_output": 256}, 32, 32),
+        ({"attn_q": 128, "attn_k": 64, "attn_v": 128, "attn_output": 256}, 16, 32),
+        ({"attn_q": 256, "attn_k": 128, "attn_output": 256}, 32, 32),  # keys are the values
+        ({"attn_q": 256, "attn_output": 128}, 32, 16),  # keys and values of another layer
+        ({"attn_q": 512, "attn_k": 256, "attn_v": 256, "attn_output": 512}, 64, 64),
+        ({"attn_q": 512, "attn_k": 130, "attn_v": 130, "attn_output": 510}, 64, 64),
+        ({"attn_qkv": 1024, "attn_output": 513}, 64, 64),
+    ],
+)
+def test_a_layer_with_heads_of_another_length(
+    path: Path, shapes: Mapping[str, int], keys: int, values: int
+) -> None:
+    """As layers with a sliding window; the metadata has that of the others."""
+    lengths = {"attention.key_length": 64, "attention.value_length": 64}
+    of_window = {"attention.key_length_swa": 32, "attention.value_length_swa": 32}
+    rows = {one: (n, 256) if "output" not in one else (256, n) for one, n in shapes.items()}
+    written(path, rows, {}, **lengths, **of_window)
+    with GGUFFile(path) as file:
+        policy = policies.gguf(file, [3, 1])
+    for name, width in (("cache_k_l0", keys), ("cache_v_l0", values)):
+        assert policy(weight(name, width, 16, 4), 2) == SplitState.split(2, [3, 1])
+        row = weight(name, 4 * width, 16)
+        assert policy(row, 2) == SplitState.split(0, [3 * width, width])
+        assert policy.why(weight(name, 9, 16), 2).endswith(f"(4, places, {width})")
+    query = weight("blk.0.attn_q.weight", 256, 8 * keys)
+    assert policy(query, 2) == SplitState.split(1, [6 * keys, 2 * keys])
+
+
+@needs_meta
+def test_a_norm_of_heads_of_another_length(path: Path) -> None:
+    rows = {"attn_q": (512, 256), "attn_k": (256, 256), "attn_v": (256, 256)}
+    written(path, rows | {"attn_q_norm": (64,), "attn_output": (256, 512)}, {})
+    with GGUFFile(path) as file:
+        policy = policies.gguf(file, [1, 1])
+    query = weight("blk.0.attn_q.weight", 256, 512)
+    assert policy(query, 2) == SplitState.split(1, [256, 256])
+
+
 @needs("0.15: meta devices that cut what RESHAPE and CONT make as the table says")
 @needs_meta
 def test_a_cache_with_the_heads_outside_goes_through_a_graph(path: Path) -> None:
@@ -404,8 +457,6 @@ def test_an_attention_with_these_weights_is_cut(path: Path, without: Any, more: 
         (("ffn_up", "ffn_gate"), {"ffn_in": (512, 256)}, "there is no ffn_up.weight"),
         (("ffn_up",), {}, "there is no ffn_up.weight"),
         (("ffn_down",), {"ffn_out": (256, 512)}, "there is no ffn_down.weight"),
-        ((), {"ffn_down_exps": (2, 256, 512)}, "there is no ffn_up_exps.weight"),
-        ((), {"ffn_gate_up_exps": (2, 1024, 256)}, "there is no ffn_down_exps.weight"),
         ((), {"ffn_sub_norm": (512,)}, "ffn_sub_norm.weight is of all hidden units"),
     ],
 )
@@ -414,12 +465,70 @@ def test_a_feed_forward_part_with_other_weights_is_whole(
 ) -> None:
     with transformer(path, 8, 4, hidden=512, without=without, more=more) as file:
         policy = policies.gguf(file, [1, 1])
-    for name in ("ffn_up", "ffn_gate", "ffn_gate_up", "ffn_down", "ffn_up_exps", "ffn_down_exps"):
+    for name in ("ffn_up", "ffn_gate", "ffn_gate_up", "ffn_down"):
         tensor = weight(f"blk.0.{name}.weight", 512, 512)
         assert policy(tensor, 2) == MIRRORED
         assert policy.why(tensor, 2) == why
     output = weight("blk.0.attn_output.weight", 256, 256)
     assert policy(output, 2) == SplitState.split(0, [128, 128])
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"ffn_down_exps": (2, 256, 512)}, "there is no ffn_up_exps.weight"),
+        ({"ffn_gate_up_exps": (2, 1024, 256)}, "there is no ffn_down_exps.weight"),
+        ({"ffn_down_shexp": (256, 512)}, "there is no ffn_up_shexp.weight"),
+    ],
+)
+def test_incomplete_experts_beside_a_dense_part_are_whole(path: Path, more: Any, why: str) -> None:
+    with transformer(path, 8, 4, hidden=512, more=more) as file:
+        policy = policies.gguf(file, [1, 1])
+    suffix = next(iter(more)).rsplit("_", 1)[1]
+    for name in (f"ffn_up_{suffix}", f"ffn_down_{suffix}"):
+        tensor = weight(f"blk.0.{name}.weight", 512, 512)
+        assert policy.find(tensor, 2) == MIRRORED
+        assert policy.why(tensor, 2) == why
+    down = weight("blk.0.ffn_down.weight", 512, 256)
+    assert policy(down, 2) == SplitState.split(0, [256, 256])
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("architecture", "n_layers", "has_number"),
+    [
+        ("mpt", 1, True),
+        ("jais", 1, True),
+        ("bloom", 1, False),  # llama.cpp knows it of these
+        ("refact", 1, False),
+        ("jina-bert-v2", 1, False),
+        ("baichuan", 40, False),
+    ],
+)
+def test_an_attention_with_alibi_is_whole(
+    path: Path, architecture: str, n_layers: int, has_number: bool
+) -> None:
+    numbers = {key.replace("made.", f"{architecture}."): n for key, n in NUMBERS.items()}
+    numbers |= {"general.architecture": architecture, f"{architecture}.block_count": n_layers}
+    bias = f"{architecture}.attention.max_alibi_bias"
+    query = weight("blk.0.attn_q.weight", 256, 256)
+    for ratios in ([1, 1], [1, 0], [0, 1]):
+        with made(path, numbers | ({bias: 8.0} if has_number else {})) as file:
+            policy = policies.gguf(file, ratios)
+        for name in ("attn_q.weight", "attn_qkv.weight", "attn_qkv.bias", "attn_output.weight"):
+            tensor = weight(f"blk.0.{name}", 256, 256)
+            assert policy(tensor, 2) == MIRRORED
+            assert policy.why(tensor, 2).startswith("ALiBi goes by the numbers of the heads")
+        assert policy(weight("cache_k_l0", 128, 16), 2) == MIRRORED
+        assert policy(weight("blk.0.ffn_down.weight", 512, 256), 2).axis == SplitAxis.AXIS_0
+    with made(path, numbers | {bias: 0.0}) as file:
+        state = policies.gguf(file, [1, 1])(query, 2)
+    assert state == (SplitState.split(1, [128, 128]) if has_number else MIRRORED)
+    with made(path, numbers | {f"{architecture}.block_count": 32}) as file:  # Baichuan 7B has none
+        state = policies.gguf(file, [1, 1])(query, 2)
+    is_whole = not has_number and architecture != "baichuan"
+    assert state == (MIRRORED if is_whole else SplitState.split(1, [128, 128]))
 
 
 def test_what_is_not_in_the_first_of_several_files(path: Path) -> None:
@@ -473,13 +582,129 @@ def test_biases_of_experts_are_split_inside(path: Path) -> None:
         for name in ("ffn_up", "ffn_gate"):
             bias = weight(f"blk.0.{name}_exps.bias", 512, n)
             assert policy(bias, 2) == SplitState.split(0, [256, 256])
-            assert policy.why(bias, 2) == "column-parallel along axis 0 in ffn 0"
+            assert policy.why(bias, 2) == "column-parallel along axis 0 in experts 0"
         both = weight("blk.0.ffn_gate_up_exps.bias", 1024, n)
         assert policy(both, 2) == SplitState.segments(0, [[256, 256]], [2])
     both = weight("blk.0.ffn_gate_up_exps.weight", 256, 1024, 3)
     assert policy(both, 2) == SplitState.segments(1, [[256, 256]], [2])
     with pytest.raises(ValueError, match="has 500 elements, expected 512 \\+ 512"):
         policy(weight("blk.0.ffn_gate_up_exps.bias", 500, 3), 2)
+
+
+ARCTIC = {  # of a layer: a dense part, experts and shared experts, each of a length of its own
+    "ffn_up": (7168, 256),
+    "ffn_gate": (7168, 256),
+    "ffn_down": (256, 7168),
+    "ffn_up_exps": (2, 4864, 256),
+    "ffn_gate_exps": (2, 4864, 256),
+    "ffn_down_exps": (2, 256, 4864),
+    "ffn_up_shexp": (1408, 256),
+    "ffn_gate_shexp": (1408, 256),
+    "ffn_down_shexp": (256, 1408),
+}
+
+
+def written(path: Path, shapes: Mapping[str, Any], kinds: Mapping[str, str], **more: Any) -> None:
+    """A file of one layer with these weights, of the types `kinds`, else f32."""
+    with GGUFWriter(path) as writer:
+        numbers = {f"made.{key}": value for key, value in more.items()}
+        writer.update(NUMBERS | {"made.block_count": 1} | numbers)
+        for name, shape in shapes.items():
+            zeros = np.zeros(shape, np.float32)
+            writer.add_tensor(f"blk.0.{name}.weight", zeros, kinds.get(name, "f32"))
+
+
+@needs_meta
+@pytest.mark.parametrize("ratios", [(1, 1), (3, 1), (5, 3, 2), (1, 0)])
+def test_a_dense_part_beside_experts_of_another_length(path: Path, ratios: Any) -> None:
+    written(path, ARCTIC, {}, feed_forward_length=4864)
+    with GGUFFile(path) as file, Context() as ctx:
+        policy = policies.gguf(file, ratios)
+        with MetaDevice(["CPU"] * len(ratios), policy, on_error="raise") as device:
+            file.load_into(ctx, device)
+    for part, suffix, length in (
+        ("ffn", "", 7168),
+        ("experts", "_exps", 4864),
+        ("shared experts", "_shexp", 1408),
+    ):
+        shares = policies.Group(length, 128).shares(ratios, length)
+        for name in ("up", "gate"):
+            tensor = weight(f"blk.0.ffn_{name}{suffix}.weight", 256, length, 2)
+            assert policy(tensor, len(ratios)) == SplitState.split(1, shares)
+            assert policy.why(tensor, len(ratios)) == f"column-parallel in {part} 0"
+        down = weight(f"blk.0.ffn_down{suffix}.weight", length, 256, 2)
+        assert policy(down, len(ratios)) == SplitState.split(0, shares)
+    gate = weight("blk.0.ffn_gate_inp_shexp.weight", 256)
+    assert policy.why(gate, len(ratios)) == "each device needs all of it"
+
+
+@needs_meta
+@pytest.mark.parametrize("ratios", [(3, 1), (1, 0)])
+def test_a_dense_part_beside_experts_goes_through_a_graph(path: Path, ratios: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "ffn_norm": (256,),
+        "ffn_gate_inp": (2, 256),
+        "ffn_up": (896, 256),
+        "ffn_down": (256, 896),
+        "ffn_up_exps": (2, 512, 256),
+        "ffn_gate_exps": (2, 512, 256),
+        "ffn_down_exps": (2, 256, 512),
+        "ffn_up_shexp": (384, 256),
+        "ffn_down_shexp": (256, 384),
+    }
+    written(path, shapes, {})
+    with GGUFFile(path) as file:
+        policy = policies.gguf(file, ratios)
+    arrays = {name: rng.standard_normal(shape, np.float32) / 16 for name, shape in shapes.items()}
+    given = rng.standard_normal((5, 256), np.float32)
+    results = []
+    for target in (MetaDevice(["CPU"] * 2, policy, on_error="raise"), device("CPU")):
+        with Context() as ctx:
+            w = {one: ctx.from_numpy(a, f"blk.0.{one}.weight") for one, a in arrays.items()}
+            ctx.allocate(target)
+            y, x = experts(ctx, w, n_tokens=5, n_used=1), ctx.input((5, 256), name="dense")
+            for suffix in ("", "_shexp"):
+                hidden = ops.relu(ops.mul_mat(w[f"ffn_up{suffix}"], x))
+                y = y + ops.mul_mat(w[f"ffn_down{suffix}"], hidden)
+            with Graph(y).compile(target) as run:
+                results.append(run(x=given, dense=given))
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-3)
+
+
+@needs_meta
+def test_a_dense_part_beside_experts_of_other_blocks(path: Path) -> None:
+    shapes = {
+        "ffn_up": (512, 256),
+        "ffn_down": (256, 512),
+        "ffn_up_exps": (2, 512, 256),
+        "ffn_down_exps": (2, 256, 512),
+    }
+    for kinds, dense, expert in (
+        ({"ffn_down": "q4_K", "ffn_down_exps": "q8_0"}, [256, 256], [384, 128]),
+        ({"ffn_down": "q8_0", "ffn_down_exps": "q4_K"}, [384, 128], [256, 256]),
+    ):
+        written(path, shapes, kinds)
+        with GGUFFile(path) as file, Context() as ctx:
+            policy = policies.gguf(file, [3, 1])
+            with MetaDevice(["CPU"] * 2, policy, on_error="raise") as device:
+                file.load_into(ctx, device)
+        assert policy(weight("blk.0.ffn_up.weight", 256, 512), 2).shares == tuple(dense)
+        up = weight("blk.0.ffn_up_exps.weight", 256, 512, 2)
+        assert policy(up, 2).shares == tuple(expert)
+
+
+@needs_meta
+def test_a_fused_up_is_told_by_the_length_of_down(path: Path) -> None:
+    """The metadata may have the length of the experts."""
+    shapes = {"ffn_up": (1024, 256), "ffn_down": (256, 512), "ffn_up_exps": (2, 1024, 256)}
+    written(path, shapes | {"ffn_down_exps": (2, 256, 1024)}, {}, feed_forward_length=1024)
+    with GGUFFile(path) as file:
+        policy = policies.gguf(file, [3, 1])
+    up = weight("blk.0.ffn_up.weight", 256, 1024)
+    assert policy(up, 2) == SplitState.segments(1, [[384, 128]], [2])
+    up = weight("blk.0.ffn_up_exps.weight", 256, 1024, 2)
+    assert policy(up, 2) == SplitState.split(1, [768, 256])
 
 
 @needs_meta
@@ -531,6 +756,35 @@ def test_an_output_that_is_tied_to_the_embedding(path: Path) -> None:
     assert policy(embedding, 2) == MIRRORED
     assert policy.why(embedding, 2) == "each device needs all of it"
     assert policy(output, 2) == SplitState.split(1, [50, 50])
+
+
+@needs_meta
+@pytest.mark.parametrize("ratios", [(3, 1), (1, 0), (1, 1, 1)])
+def test_a_bias_of_the_output_is_cut_as_the_weight(path: Path, ratios: Any) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((96, 64), np.float32), rng.standard_normal(96, np.float32)
+    given = rng.standard_normal((3, 64), np.float32)
+    with made(path, NUMBERS, "output.weight") as file:
+        of_gguf = policies.gguf(file, ratios)
+    for policy, name in ((of_gguf, "output"), (policies.hugging_face(CONFIG, ratios), "lm_head")):
+        meta = MetaDevice(["CPU"] * len(ratios), policy, on_error="raise")
+        with meta, Context() as ctx:
+            w = ctx.from_numpy(a, f"{name}.weight")
+            bias = ctx.from_numpy(b, f"{name}.bias")
+            ctx.allocate(meta)
+            x = ctx.input((3, 64), name="x")
+            found = Graph(x @ w.T + bias).compile(meta)(x=given)
+        np.testing.assert_allclose(found, given @ a.T + b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_of_an_output_that_is_tied(path: Path) -> None:
+    with made(path, NUMBERS, "token_embd.weight") as file:
+        of_gguf = policies.gguf(file, [1, 1])
+    tied = policies.hugging_face(CONFIG | {"tie_word_embeddings": True}, [1, 1])
+    for policy, name in ((of_gguf, "output"), (tied, "lm_head"), (tied, "language_model.lm_head")):
+        bias = weight(f"{name}.bias", 100)
+        assert policy(bias, 2) == MIRRORED
+        assert policy.why(bias, 2) == "tied: each device computes all logits"
 
 
 COUNT, ABOVE = "expected an integer of 0 or more", "expected an integer of 1 or more"
@@ -604,7 +858,7 @@ def test_a_layer_of_numbers_of_its_own(path: Path) -> None:
 @pytest.mark.parametrize("n", [1, 2, 10, 11, 18, 32, 126, 1024])
 def test_equal_layers_are_printed_once(n: int) -> None:
     policy = policies.hugging_face(CONFIG | {"num_hidden_layers": n}, [1, 1])
-    assert len(str(policy).splitlines()) == 10
+    assert len(str(policy).splitlines()) == 12
     for i in range(n):
         up = weight(f"model.layers.{i}.mlp.up_proj.weight", 256, 512)
         assert policy.find(up, 2) == SplitState.split(1, [256, 256])
@@ -722,6 +976,182 @@ def test_names_of_hugging_face() -> None:
     assert policy(weight("model.embed_tokens.weight", 256, 100), 2) == MIRRORED
     with pytest.raises(ValueError, match="config has no number 'hidden_size'"):
         policies.hugging_face({"num_attention_heads": 8}, [1, 1])
+
+
+def test_a_config_of_layers_without_a_window_of_other_heads() -> None:
+    """Gemma 4: 4 KV heads of 32 elements in a window, else 2 of 64, where keys are values."""
+    kinds = ["sliding_attention", "full_attention"]
+    more = {"layer_types": kinds, "global_head_dim": 64, "num_global_key_value_heads": 2}
+    for k_is_v, kv_heads in ((True, 2), (False, 4)):
+        config = CONFIG | more | {"attention_k_eq_v": k_is_v}
+        policy = policies.hugging_face(config, [3, 1])
+        for i, n, width in ((0, 4, 32), (1, kv_heads, 64)):
+            query = weight(f"model.layers.{i}.self_attn.q_proj.weight", 256, 8 * width)
+            split = SplitState.split(1, [8 * width // n * (n - 1), 8 * width // n])
+            assert policy.find(query, 2) == split
+            for name in ("cache_k", "cache_v"):
+                cache = weight(f"{name}_l{i}", width, 9, n)
+                assert policy.find(cache, 2) == SplitState.split(2, [n - 1, 1])
+    unknown = CONFIG | more | {"layer_types": kinds[:1]}
+    policy = policies.hugging_face(unknown, [3, 1])
+    assert policy.find(weight("cache_k_l1", 32, 9, 4), 2) == SplitState.split(2, [3, 1])
+
+
+DENSE_AND_EXPERTS = CONFIG | {"intermediate_size": 10944, "moe_intermediate_size": 1408}
+
+
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ({}, None),
+        ({"n_shared_experts": 0}, None),
+        ({"n_shared_experts": None}, None),
+        ({"n_shared_experts": 2}, 2816),  # DeepSeek, GLM
+        ({"moe_num_shared_experts": 2}, 2816),  # ERNIE
+        ({"num_shared_experts": 1}, 1408),
+        ({"shared_expert_intermediate_size": 5632}, 5632),  # Qwen
+    ],
+)
+def test_dense_layers_before_those_with_experts(more: Any, shared: int | None) -> None:
+    policy = policies.hugging_face(DENSE_AND_EXPERTS | more, [3, 1])
+    lengths = {"mlp": 10944, "mlp.experts.7": 1408}
+    kinds = {"mlp": "ffn", "mlp.experts.7": "experts"}
+    for name in ("mlp.shared_experts", "mlp.shared_expert"):
+        if shared is None:
+            assert policy.find(weight(f"model.layers.1.{name}.up_proj.weight", 64, 2816), 2) is None
+        else:
+            lengths[name], kinds[name] = shared, "shared experts"
+    for name, length in lengths.items():
+        first = length * 3 // 4 // 128 * 128
+        for one in ("gate_proj", "up_proj"):
+            tensor = weight(f"model.layers.1.{name}.{one}.weight", 64, length)
+            assert policy.find(tensor, 2) == SplitState.split(1, [first, length - first])
+            assert policy.why(tensor, 2) == f"column-parallel in {kinds[name]} 1"
+        down = weight(f"model.layers.1.{name}.down_proj.weight", length, 64)
+        assert policy.find(down, 2) == SplitState.split(0, [first, length - first])
+    both = weight("model.layers.0.mlp.gate_up_proj.weight", 64, 2 * 10944)
+    assert policy.find(both, 2) == SplitState.segments(1, [[8192, 2752]], [2])
+    expert = weight("model.layers.1.block_sparse_moe.experts.0.w1.weight", 64, 1408)
+    assert policy.find(expert, 2) == SplitState.split(1, [1024, 384])
+    gate = weight("model.layers.1.mlp.shared_expert_gate.weight", 64)
+    assert policy.why(gate, 2) == "each device needs all of it"
+
+
+@pytest.mark.parametrize(
+    "key", ["n_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size"]
+)
+@pytest.mark.parametrize("value", [-1, True, 8.0, "8", [8]])
+def test_numbers_of_shared_experts_without_sense(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"config: {key} is .*, {COUNT}"):
+        policies.hugging_face(DENSE_AND_EXPERTS | {key: value}, [1, 1])
+
+
+@needs_meta
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"model_type": "cohere", "use_qk_norm": True}, "q_norm is of all heads (use_qk_norm)"),
+        ({"model_type": "minimax_m2", "use_qk_norm": True}, "q_norm is of all heads (use_qk_norm)"),
+        ({"model_type": "olmo2"}, "q_norm is of all heads"),
+        ({"model_type": "olmo3"}, "q_norm is of all heads"),
+        ({"model_type": "olmoe"}, "q_norm is of all heads"),
+        ({"model_type": "bitnet"}, "attn_sub_norm is of all heads"),
+        ({"model_type": "baichuan"}, "there is no cut for self_attn.W_pack"),
+        ({"model_type": "persimmon"}, "there is no cut for self_attn.query_key_value"),
+        (
+            {"model_type": "stablelm", "qk_layernorm": True},
+            "self_attn.q_layernorm has a norm for each head (qk_layernorm)",
+        ),
+    ],
+)
+def test_a_config_of_an_attention_without_a_cut(more: Any, why: str) -> None:
+    for config in (CONFIG | more, {"text_config": CONFIG | more}):
+        policy = policies.hugging_face(config, [1, 1])
+        for name in ("self_attn.q_proj.weight", "self_attn.o_proj.weight"):
+            tensor = weight(f"model.layers.0.{name}", 256, 256)
+            assert policy.find(tensor, 2) == MIRRORED
+            assert policy.why(tensor, 2).endswith(why)
+        assert policy.find(weight("cache_k_l0", 128, 9), 2) == MIRRORED
+        down = weight("model.layers.0.mlp.down_proj.weight", 512, 256)
+        is_bitnet = more["model_type"] == "bitnet"
+        assert policy.find(down, 2) == (MIRRORED if is_bitnet else SplitState.split(0, [256] * 2))
+        if is_bitnet:
+            assert policy.why(down, 2) == "mlp.ffn_sub_norm is of all hidden units"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "cohere", "use_qk_norm": False},
+        {"model_type": "glm4_moe", "use_qk_norm": True},  # these have a norm of each head
+        {"model_type": "hunyuan_v1_dense", "use_qk_norm": True},
+        {"model_type": "stablelm", "qk_layernorm": False},
+        {"model_type": "phi", "qk_layernorm": True},
+        {"model_type": "olmo"},
+        {"model_type": None},
+        {"model_type": ["llama"]},
+    ],
+)
+def test_a_config_of_an_attention_that_is_cut(more: Any) -> None:
+    policy = policies.hugging_face(CONFIG | more, [1, 1])
+    query = weight("model.layers.0.self_attn.q_proj.weight", 256, 256)
+    assert policy.find(query, 2) == SplitState.split(1, [128, 128])
+
+
+@needs_meta
+def test_norms_and_outputs_of_hugging_face_go_through_graphs() -> None:
+    """command-r-plus, BitNet and phi-2."""
+    layer, rng = "model.layers.0.", np.random.default_rng(0)
+    config = CONFIG | {"hidden_size": 64, "head_dim": 16}
+
+    def command_r(w: Any, x: Any) -> Any:
+        q = ops.norm(ops.reshape_3d(ops.mul_mat(w("q_proj"), x), 16, 8, 3), 1e-5) * w("q_norm")
+        return ops.mul_mat(w("o_proj"), ops.reshape_2d(q, 128, 3))
+
+    def bitnet(w: Any, x: Any) -> Any:
+        h = ops.sqr(ops.relu(ops.mul_mat(w("up_proj"), x)))
+        return ops.mul_mat(w("down_proj"), ops.rms_norm(h, 1e-5) * w("ffn_sub_norm"))
+
+    def phi(w: Any, x: Any) -> Any:
+        return ops.mul_mat(w("dense"), ops.mul_mat(w("q_proj"), x)) + w("dense.bias")
+
+    given = rng.standard_normal((3, 64), np.float32)
+    for build, part, more, shapes in (
+        (
+            command_r,
+            "self_attn",
+            {"model_type": "cohere", "use_qk_norm": True},
+            {"q_proj": (128, 64), "q_norm": (8, 16), "o_proj": (64, 128)},
+        ),
+        (
+            bitnet,
+            "mlp",
+            {"model_type": "bitnet"},
+            {"up_proj": (512, 64), "ffn_sub_norm": (512,), "down_proj": (64, 512)},
+        ),
+        (
+            phi,
+            "self_attn",
+            {"model_type": "phi"},
+            {"q_proj": (128, 64), "dense": (64, 128), "dense.bias": (64,)},
+        ),
+    ):
+        arrays = {one: rng.standard_normal(n, np.float32) for one, n in shapes.items()}
+        results = []
+        policy = policies.hugging_face(config | more, [3, 1])
+        for target in (MetaDevice(["CPU"] * 2, policy, on_error="raise"), device("CPU")):
+            with Context() as ctx:
+                held = {
+                    one: ctx.from_numpy(
+                        array, f"{layer}{part}.{one}{'' if '.' in one else '.weight'}"
+                    )
+                    for one, array in arrays.items()
+                }
+                ctx.allocate(target)
+                y = build(held.__getitem__, ctx.input((3, 64), name="x"))
+                with Graph(y).compile(target) as run:
+                    results.append(run(x=given))
+        np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("text", ["model.", "language_model.model.", "model.language_model."])

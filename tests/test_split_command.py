@@ -120,6 +120,21 @@ def test_compressed_keys_and_values(tmp_path: Path, capsys: Any) -> None:
     assert output["why"] == "there is no cut for attn_kv_a_mqa.weight"
 
 
+def test_a_dense_part_beside_experts(tmp_path: Path, capsys: Any) -> None:
+    """Each is of a length of its own: 512 is the metadata's."""
+    path = tmp_path / "arctic.gguf"
+    shapes = SHAPES | {"blk.0.ffn_up": (896, 256), "blk.0.ffn_down": (256, 896)}
+    write(
+        path,
+        shapes | {"blk.0.ffn_up_exps": (2, 512, 256), "blk.0.ffn_down_exps": (2, 256, 512)},
+    )
+    tensors = as_json(capsys, path, "--devices", "CPU,CPU", "--ratios", "3,1")["tensors"]
+    shares = {one["name"]: one["shares"] for one in tensors}
+    assert shares["blk.0.ffn_up.weight"] == shares["blk.0.ffn_down.weight"] == [640, 256]
+    assert shares["blk.0.ffn_up_exps.weight"] == [384, 128]
+    assert shares["blk.0.ffn_down_exps.weight"] == [384, 128]
+
+
 @pytest.mark.parametrize(
     ("policy", "split"),
     [("mirror", "mirrored"), ("axis0", "split along axis 0: 256 + 256"), ("axis1", "128 + 128")],

@@ -507,17 +507,18 @@ def gguf(file: GGUFFile, ratios: Ratios) -> Rules:
     """The rules for the tensors of a GGUF file, by the names and the metadata of llama.cpp.
 
     Of a layer's attention each device gets heads, and the KV heads that belong to them; of its
-    feed-forward part, and of each expert, it gets a part of the hidden units; of the output it gets
-    a part of the vocabulary. Embeddings, norms and routers are mirrored. In a file without
-    output.weight the embedding is the output as well: each device computes all logits. The
-    granularities are those of llama.cpp.
+    dense feed-forward part, of each expert and of shared experts, it gets a part of the hidden
+    units; of the output it gets a part of the vocabulary. Embeddings, norms and routers are
+    mirrored. In a file without output.weight the embedding is the output as well: each device
+    computes all logits. The granularities are those of llama.cpp. The lengths of heads and of
+    feed-forward parts are those of a layer's weights, of the metadata where these do not tell.
 
     The attention of a layer is mirrored where it has fewer KV heads than devices have a share, or
     one; where the file has weights of it that no rule cuts (MLA, gates), or a norm of all heads;
-    and where its output is there without the queries, or they without it. It must not use
-    FLASH_ATTN_EXT then. A feed-forward part of which up or down is missing, or with a norm between
-    them, is mirrored as well. In the first of several files ("split.count") nothing counts as
-    missing.
+    where it has ALiBi; and where its output is there without the queries, or they without it. It
+    must not use FLASH_ATTN_EXT then. A feed-forward part, dense or of experts, of which up or down
+    is missing, or with a norm between them, is mirrored as well. In the first of several files
+    ("split.count") nothing counts as missing.
 
     A cache of keys or values is to be named ``cache_k_l0`` or ``cache_v_l0``, by its layer. It is
     cut between KV heads, of width the length of a key or a value: of shape ``(places, KV heads x
@@ -542,16 +543,23 @@ def hugging_face(config: Mapping[str, object], ratios: Ratios, block_size: int =
     """The rules for weights that have the names of Hugging Face's Transformers.
 
     `config` is the content of the model's config.json, or its "text_config": num_hidden_layers,
-    num_attention_heads, num_key_value_heads, hidden_size, head_dim, intermediate_size,
-    moe_intermediate_size, tie_word_embeddings. `block_size` is the number of elements in a block of
-    the weights' type, if they have been quantised. The names are those of Llama, Mistral, Qwen,
-    Gemma, Phi-3 and Mixtral, after "language_model.model." or "model.language_model." too; there is
-    no rule for the towers of models that see or hear. The cuts, and what is mirrored, are as in
-    `gguf`, but that only kv_lora_rank tells of weights without a cut (MLA).
+    num_attention_heads, num_key_value_heads, hidden_size, head_dim, intermediate_size (of dense
+    layers), moe_intermediate_size (of each expert), tie_word_embeddings; of shared experts
+    shared_expert_intermediate_size, or how many there are (n_shared_experts, num_shared_experts,
+    moe_num_shared_experts), without which there is no rule for them; of Gemma 4 layer_types,
+    global_head_dim, attention_k_eq_v, num_global_key_value_heads. `block_size` is the number of
+    elements in a block of the weights' type, if they have been quantised. The names are those of
+    Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral and DeepSeek, and of phi-2's attention, after
+    "language_model.model." or "model.language_model." too; there is no rule for the towers of
+    models that see or hear.
+
+    The cuts, and what is mirrored, are as in `gguf`. Of weights without a cut and of norms of all
+    heads kv_lora_rank (MLA), use_qk_norm and the model_type tell: bitnet, olmo2 and some others.
 
     Raises ValueError where one of the numbers is missing and has no default, or is no integer from
-    1 on, and for more than 1024 layers; TypeError and ValueError for ratios as `by_ratio` does and
-    for a block size below 1, TypeError for what is no mapping.
+    1 on (from 0 on those of shared experts), and for more than 1024 layers; TypeError and
+    ValueError for ratios as `by_ratio` does and for a block size below 1, TypeError for what is no
+    mapping.
     """
     from ._models import of_hugging_face
 
