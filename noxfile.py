@@ -421,8 +421,8 @@ def core(session: nox.Session) -> None:
 def asan(session: nox.Session) -> None:
     """All tests with the extension under ASan and UBSan, but those with other ggmls beside ours."""
     # Numbers of no enumerator reach the guard, which refuses them: -fno-strict-enums allows that.
-    flags = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -O0 -g1"
-    flags += " -fno-omit-frame-pointer"
+    flags = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize=enum"
+    flags += " -fno-sanitize-recover=all -O0 -g1 -fno-omit-frame-pointer"
     install(
         session, "test", "pytest-xdist", variant="asan", CFLAGS=flags, CXXFLAGS=flags, LDFLAGS=flags
     )

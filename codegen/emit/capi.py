@@ -538,6 +538,8 @@ def _facts(binding: Binding, bound: Bound) -> list[str]:
         facts.append(f"Result: {words[head]}.")
     if bound.returns in ("pointer", "string") and bound.null == "none":
         facts.append("None where C returns NULL.")
+    if bound.returns == "success":
+        facts.append("Raises where C returns false.")
     nullable = [arg.name for arg in bound.visible if arg.nullable]
     if nullable:
         facts.append(f"May be None: {', '.join(nullable)}.")
