@@ -455,7 +455,8 @@ def _attention(step: Step) -> SplitState:
     for i in range(3):
         if step.axis(i) != SplitAxis.AXIS_2:
             raise GivesUp(
-                "queries, keys and values must all be split by heads, along axis 2",
+                "queries, keys and values must all be split by heads, along axis 2; where they are "
+                "mirrored, MUL_MAT and SOFT_MAX compute the same",
                 f"src_ss[{i}].axis == GGML_BACKEND_SPLIT_AXIS_2",
             )
     if step.get(4) is not None:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 #: What is wrong with writing into a static tensor where all devices compute in this process.
 IN_PLACE = (
     "it writes into a tensor of a meta device whose devices all are host memory, which ggml gets "
-    "wrong: use rpc.LocalWorkers, or another device among them"
+    "wrong: use rpc.LocalWorkers, or another device among them; or read a cache together with its "
+    "new rows by CONCAT, and write those between the runs"
 )
 
 
