@@ -80,7 +80,7 @@ def test_all_results_are_compared(inputs: Any) -> None:
     assert found.agrees and found.first is None
     assert found.nodes[-1].name == "y" and found.nodes[-1].shape == (5, 64)
     assert 0 < max(one.relative for one in found.nodes) < 1e-5  # the sums are in another order
-    assert str(found).count("\n") == len(found.nodes) - 1
+    assert str(found).count("\n") == len(found.nodes)
 
 
 @pytest.mark.parametrize("sizes", [(3, 100, 7), (100, 7, 3), (7, 3, 100)])
@@ -133,7 +133,7 @@ def test_there_is_nothing_to_compare() -> None:
         ctx.allocate(device)
         for outputs in (w, w[1], ctx.input((0, 3), name="x") * 2):
             found = compare(Graph(outputs), device)
-            assert found.nodes == () and found.agrees and str(found) == ""
+            assert found.nodes == () and found.agrees and str(found) == "no results"
 
 
 def test_the_first_that_differs_is_named() -> None:
@@ -155,6 +155,8 @@ def test_the_first_that_differs_is_named() -> None:
     assert found.first is not None and found.first.name == "odd"
     assert found.first.absolute == pytest.approx(1)
     assert "differs" in str(found.first)
+    verdict = "1 of 2 results differ, the first is CUSTOM odd"
+    assert repr(found) == f"<Comparison: {verdict}>" and str(found).splitlines()[-1] == verdict
 
 
 def test_what_is_nan_in_one_alone_differs() -> None:

@@ -69,7 +69,7 @@ class Difference:
         return f"{self.op:<14} {told:<28} {self.absolute:.3g} ({self.relative:.3g}){words}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The differences of all results that are no views, in order of computation."""
 
@@ -86,8 +86,21 @@ class Comparison:
         return self.first is None
 
     def __str__(self) -> str:
-        """A line for each result: the largest difference, absolute and relative."""
-        return "\n".join(map(str, self.nodes))
+        """A line for each result: the largest difference, absolute and relative; and a verdict."""
+        return "\n".join([*map(str, self.nodes), self._verdict()])
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {self._verdict()}>"
+
+    def _verdict(self) -> str:
+        n = len(self.nodes)
+        if self.first is None:
+            return {0: "no results", 1: "1 result, which agrees"}.get(
+                n, f"{n} results, which all agree"
+            )
+        strange = sum(not one.agrees for one in self.nodes)
+        told = beside(self.first.op, self.first.name, self.first.label)
+        return f"{strange} of {n} results differ, the first is {self.first.op} {told}"
 
 
 def compare(
