@@ -308,6 +308,7 @@ def test_a_type_by_name_number_or_dtype(given: object, name: str) -> None:
 
 def test_bfloat16() -> None:
     assert dtypes.element_type(ml_dtypes.bfloat16) == capi.GGML_TYPE_BF16
+    assert dtypes.element_type("bfloat16") == capi.GGML_TYPE_BF16
     assert dtypes.numpy_dtype(capi.GGML_TYPE_BF16) == np.dtype(ml_dtypes.bfloat16)
     array = numbers(3, 64).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(

@@ -33,8 +33,8 @@ def element_type(value: object) -> ggml_type:
     """The type that `value` stands for.
 
     That is a `ggml_type` or its number, ggml's name in upper or lower case (``"q4_K"``), or what
-    NumPy takes for a dtype (``np.float32``, ``"int32"``; bfloat16 as ``ml_dtypes.bfloat16``), in
-    whatever byte order.
+    NumPy takes for a dtype (``np.float32``, ``"int32"``; ``ml_dtypes.bfloat16`` or ``"bfloat16"``),
+    in whatever byte order.
 
     Raises ValueError for a name, a number or a dtype that is none of ggml's, TypeError for what can
     be neither.
@@ -46,8 +46,10 @@ def element_type(value: object) -> ggml_type:
             return ggml_type(value)
         except ValueError:
             raise ValueError(f"{value} is no ggml_type") from None
-    if isinstance(value, str) and value.lower() in types_by_name():
-        return types_by_name()[value.lower()]
+    if isinstance(value, str):
+        name = "bf16" if value == "bfloat16" else value.lower()  # NumPy may not know it
+        if name in types_by_name():
+            return types_by_name()[name]
     try:
         dtype = np.dtype(value)  # type: ignore[call-overload] # it is asked what it is
     except TypeError:
@@ -58,14 +60,14 @@ def element_type(value: object) -> ggml_type:
             f"{value!r} ({type(value).__name__}) is no type: expected a ggml_type, a name or a "
             "NumPy dtype"
         ) from None
-    name = "bf16" if is_bfloat16(dtype) else None
+    found = "bf16" if is_bfloat16(dtype) else None
     native = dtype.newbyteorder("=")
     for candidate, same in _NUMPY.items():
         if native == same:
-            name = candidate
-    if name is None:
+            found = candidate
+    if found is None:
         raise ValueError(f"ggml has no type for NumPy's {dtype.name}")
-    return types_by_name()[name]
+    return types_by_name()[found]
 
 
 def numpy_dtype(type: ggml_type | int) -> np.dtype[Any] | None:
