@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from _release import require
+
+from ggml_cffi import capi, ffi
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -111,6 +115,28 @@ def test_the_sources_named_are_those_of_the_default_ggml() -> None:
     (version,) = re.findall(r'^version = "(.+)"$', pin, re.M)
     named = set(re.findall(r"libggml[_-]python(?:==|-)(\d+(?:\.\w*\d)+)", README))
     assert named == {version}
+
+
+def test_what_who_comes_from_ctypes_writes() -> None:
+    ctx = capi.ggml_init(mem_size=1 << 20)  # with memory for numbers
+    x = capi.ggml_new_tensor_1d(ctx, capi.GGML_TYPE_F32, 4)
+    (code,) = re.findall(r"`np\.(frombuffer.*?)` \|", README)
+    numbers = eval(f"np.{code}", {"np": np, "ffi": ffi, "capi": capi, "t": x})
+    numbers[:] = [1, 2, 3, 4]
+
+    def twice(dst: Any, a: Any, ith: int, nth: int) -> None:
+        assert (dst.ne[0], ith, nth) == (4, 0, 1)
+        view = np.frombuffer(ffi.buffer(dst.data, 16), np.float32)
+        view[:] = 2 * numbers
+
+    graph = capi.ggml_new_graph(ctx)
+    result = capi.ggml_map_custom1(ctx, x, twice, 1)
+    capi.ggml_build_forward_expand(graph, result)
+    plan = capi.ggml_graph_plan(graph, 1)
+    assert capi.ggml_graph_compute(graph, plan) == capi.GGML_STATUS_SUCCESS
+    out = np.frombuffer(ffi.buffer(capi.ggml_get_data(result), 16), np.float32)
+    assert out.tolist() == [2, 4, 6, 8]
+    capi.ggml_free(ctx)
 
 
 def test_all_that_is_public_is_in_the_table() -> None:
