@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -562,14 +564,16 @@ FACTS: dict[str, tuple[Callable[[Any], object], object]] = {
 }
 
 
-@pytest.mark.parametrize("fact", FACTS)
-def test_a_context_that_is_closed_between_the_look_and_the_reading(fact: str) -> None:
-    """Another thread closes it after each look whether it is open: nothing freed is read."""
-    ask, expected = FACTS[fact]
+def closed_at_each_look(
+    make: Callable[[], tuple[Any, Callable[[], None]]], ask: Callable[[Any], object]
+) -> list[object]:
+    """What asking gives where another thread closes after the first, the second, ... look.
+
+    `make` gives a thing and what closes it; a look is one whether it is open.
+    """
+    answers: list[object] = []
     for look in itertools.count():
-        ctx = Context()
-        for i in range(3000):
-            tensor = ctx.tensor((3, 4), name=f"w{i}")
+        thing, close = make()
         looked, closed = threading.Event(), threading.Event()
         looks, told = [0], []
 
@@ -584,17 +588,16 @@ def test_a_context_that_is_closed_between_the_look_and_the_reading(fact: str) ->
         def read() -> None:
             sys.settrace(after_looks)
             try:
-                told.append(ask(tensor))  # noqa: B023
+                told.append(ask(thing))  # noqa: B023
             except (ValueError, OperandError) as error:
                 told.append(error)  # noqa: B023
             finally:
                 sys.settrace(None)
                 looked.set()  # noqa: B023
 
-        thread = threading.Thread(target=read)
+        thread, closing = threading.Thread(target=read), threading.Thread(target=close)
         thread.start()
         looked.wait(30)
-        closing = threading.Thread(target=ctx.close)
         closing.start()
         closing.join(0.05)  # where the reader has a lock, it closes after that
         # what takes the place of what was freed
@@ -604,14 +607,98 @@ def test_a_context_that_is_closed_between_the_look_and_the_reading(fact: str) ->
             one.join(30)
             assert not one.is_alive()
         assert len(filler) == 100
-        (found,) = told
-        if not isinstance(found, Exception):
-            assert found == expected
-        else:
-            assert "closed" in str(found) or "has no memory" in str(found)
+        answers += told
         if looks[0] <= look:
-            break
-    assert look > 0
+            assert look
+            return answers
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_context_that_is_closed_between_the_look_and_the_reading(fact: str) -> None:
+    """Nothing freed is read, whoever closes it meanwhile."""
+    ask, expected = FACTS[fact]
+
+    def make() -> tuple[Any, Callable[[], None]]:
+        ctx = Context()
+        for i in range(3000):
+            tensor = ctx.tensor((3, 4), name=f"w{i}")
+        return tensor, ctx.close
+
+    for answer in closed_at_each_look(make, ask):
+        if isinstance(answer, Exception):
+            assert "closed" in str(answer) or "has no memory" in str(answer)
+        else:
+            assert answer == expected
+
+
+def made_of_all() -> dict[str, Any]:
+    ctx, backend = Context(), Backend(CPU, 1)
+    w = ctx.from_numpy(W, name="w")
+    ctx.allocate(CPU)
+    graph = Graph(ctx.input((2, 4), name="x") @ w.T)
+    scheduler = Scheduler([backend])
+    buffer = Buffer(
+        capi.ggml_backend_buft_alloc_buffer(capi.ggml_backend_dev_buffer_type(CPU.handle), 64)
+    )
+    return {
+        "ctx": ctx,
+        "backend": backend,
+        "scheduler": scheduler,
+        "graph": graph,
+        "buffer": buffer,
+        "compiled": graph.compile(CPU, 1),
+        "scheduled": graph.compile(scheduler),
+    }
+
+
+#: What is asked of an object, and what is closed meanwhile.
+ASKED: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "bytes": ("compiled", lambda m: m["compiled"].nbytes),
+    "bytes on a scheduler": ("backend", lambda m: m["scheduled"].nbytes),
+    "drawing": ("compiled", lambda m: m["compiled"].to_dot()),
+    "drawing on a scheduler": ("scheduler", lambda m: m["scheduled"].to_dot()),
+    "assignment": ("scheduled", lambda m: m["scheduler"].assignment(m["scheduled"])),
+    "reserve": ("backend", lambda m: m["scheduler"].reserve(m["graph"])),
+    "name": ("backend", lambda m: m["backend"].name),
+    "children": ("backend", lambda m: m["backend"].children),
+    "threads": ("backend", lambda m: m["backend"].set_n_threads(1)),
+    "repr": ("backend", lambda m: repr((m["backend"], m["scheduler"], m["compiled"]))),
+    "size": ("buffer", lambda m: (m["buffer"].size, m["buffer"].usage, repr(m["buffer"]))),
+    "clear": ("buffer", lambda m: (m["buffer"].clear(1), m["buffer"].set_usage(1))),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_an_object_that_is_closed_between_the_look_and_the_call(asked: str) -> None:
+    closes, ask = ASKED[asked]
+
+    def make() -> tuple[Any, Callable[[], None]]:
+        made = made_of_all()
+
+        def close() -> None:
+            with contextlib.suppress(ValueError):  # of a graph that is being compiled
+                made[closes].close()
+
+        return made, close
+
+    answers = closed_at_each_look(make, ask)
+    errors = [str(one) for one in answers if isinstance(one, Exception)]
+    assert all("closed" in one for one in errors) and len(errors) < len(answers)
+    assert errors or asked == "repr"
+
+
+@pytest.mark.parametrize("name", ["ctx", "backend", "scheduler", "buffer", "compiled", "scheduled"])
+def test_what_owns_something_is_not_copied(name: str) -> None:
+    """What it owns would be freed twice, or with the first of the two."""
+    made = made_of_all()
+    for act, words in (
+        (copy.copy, "cannot be copied: what it owns is freed once"),
+        (copy.deepcopy, "cannot be copied"),
+        (pickle.dumps, "cannot be pickled: it is of this process"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            act(made[name])
+    made[name].close()
 
 
 def test_locks_of_contexts_are_taken_in_the_order_of_closing() -> None:

@@ -8,6 +8,7 @@ Whatever an owner needs is kept alive until it is freed, in whatever order Pytho
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from ._loader import ffi, lib
 
@@ -240,6 +241,25 @@ def holding(owners: Iterable[Owned[Any]]) -> Iterator[None]:
         _each([resource.drop for resource in held])
 
 
+_Owner = TypeVar("_Owner", bound="Owned[Any]")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def while_it_stays(
+    method: Callable[Concatenate[_Owner, _Parameters], _Result],
+) -> Callable[Concatenate[_Owner, _Parameters], _Result]:
+    """A method of an owner that is freed after it, should another thread close that meanwhile."""
+
+    @functools.wraps(method)
+    def held(self: _Owner, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        self.handle  # noqa: B018 # raises where it is closed, and after a fork
+        with holding((self,)):
+            return method(self, *args, **kwargs)
+
+    return held
+
+
 def renew_after_fork(module: dict[str, Any], *locks: str) -> None:
     """Give a module, by its globals, new locks of these names in a forked child.
 
@@ -332,6 +352,15 @@ class Owned(Closing, Generic[_Handle]):
         _check_process(self, self._resource.pid)
         handle: _Handle = self._resource.handle
         return handle
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be copied: what it owns is freed once")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__copy__()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it is of this process")
 
     def _depend_on(self, parent: Owned[Any]) -> None:
         """Need one more object, as if it were among `keep`; it must not need this one."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import capi
-from ._handles import Owned, in_use, raw
+from ._handles import Owned, in_use, raw, while_it_stays
 from ._loader import lib
 from ._locks import with_all
 from ._runtime import invoke
@@ -51,22 +51,33 @@ class Backend(Owned[types.ggml_backend]):
             raise
 
     @property
+    @while_it_stays
     def name(self) -> str:
         """The name of the backend; that of a meta backend lists its children."""
         return capi.ggml_backend_name(self.handle) or ""
 
     @property
+    @while_it_stays
     def children(self) -> list[types.ggml_backend]:
         """The backends that a meta backend drives, in the order of its devices; else none."""
         return child_backends(self.handle)
 
+    @while_it_stays
     def set_n_threads(self, n_threads: int) -> None:
         """Compute with this number of threads; see `set_n_threads`."""
         set_n_threads(self.handle, n_threads)
         self._n_threads = int(n_threads)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {'closed' if self.closed else self.name}>"
+        return f"<{type(self).__name__} {name_or_closed(self)}>"
+
+
+def name_or_closed(backend: Backend) -> str:
+    """The name; "closed" where another thread has closed it, were it this moment."""
+    try:
+        return backend.name
+    except ValueError:
+        return "closed"
 
 
 class _Thread(threading.local):

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 
 from . import _callbacks, capi
-from ._handles import Owned, address, raw, renew_after_fork
+from ._handles import Owned, address, raw, renew_after_fork, while_it_stays
 from .capi import types
 from .enums import ggml_backend_buffer_usage
 
@@ -45,19 +45,23 @@ class Buffer(Owned[types.ggml_backend_buffer]):
             raise
 
     @property
+    @while_it_stays
     def size(self) -> int:
         """Bytes; of a meta device's buffer the most that one of its devices has."""
         return capi.ggml_backend_buffer_get_size(self.handle)
 
     @property
+    @while_it_stays
     def usage(self) -> ggml_backend_buffer_usage:
         """What it is for: ANY, WEIGHTS or COMPUTE."""
         return capi.ggml_backend_buffer_get_usage(self.handle)
 
+    @while_it_stays
     def set_usage(self, usage: int) -> None:
         """Say what it is for; reaches the buffers that it is made of."""
         capi.ggml_backend_buffer_set_usage(self.handle, usage)
 
+    @while_it_stays
     def clear(self, value: int = 0) -> None:
         """Set every byte to `value`. Raises ValueError for no byte, TypeError for no int."""
         try:
@@ -94,7 +98,10 @@ class Buffer(Owned[types.ggml_backend_buffer]):
         return "belongs to a MultiBuffer" if self.spent else "is closed"
 
     def __repr__(self) -> str:
-        state = self._gone() if self.closed else f"of {self.size} bytes"
+        try:
+            state = f"of {self.size} bytes"
+        except ValueError:  # closed, were it this moment
+            state = self._gone()
         return f"<{type(self).__name__} {state}>"
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from . import _kept, capi
 from ._building import FLOAT64
 from ._copies import copy, filled, graph_of, put_in
-from ._handles import Loans, Owned, address, holding, in_use
+from ._handles import Loans, Owned, address, holding, in_use, while_it_stays
 from ._loader import ffi
 from ._locks import with_or_without
 from ._memory import raises_memory_error
@@ -519,11 +519,11 @@ class Compiled(Owned[_Store]):
     def _expected(self) -> str:
         return f"the inputs are {', '.join(map(repr, self._inputs)) or 'none'}"
 
+    @while_it_stays
     def to_dot(self) -> str:
         """The graph as `Graph.to_dot` draws it, on a scheduler with a color for each backend."""
         from ._drawing import to_dot
 
-        self.handle  # noqa: B018 # raises where it is closed
         memory = self._memory
         places = memory.places(self._graph) if isinstance(memory, OnScheduler) else {}
         tensors = map(self._home, self._tensors)
@@ -540,9 +540,9 @@ class Compiled(Owned[_Store]):
         return {name: one.shape for name, one in self._inputs.items()}
 
     @property
+    @while_it_stays
     def nbytes(self) -> int:
         """The bytes of memory that it has on the device, or devices, for inputs and results."""
-        self.handle  # noqa: B018 # raises where it is closed
         return self._memory.nbytes()
 
     def run(self, /, **inputs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:

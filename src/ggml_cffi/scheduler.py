@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from . import capi
 from ._copies import copied
-from ._handles import Owned, address
+from ._handles import Owned, address, holding
 from ._memory import raises_memory_error
-from .backend import Backend, Turn
+from .backend import Backend, Turn, name_or_closed
 from .capi import types
 from .device import Device, device
 from .enums import ggml_backend_dev_type
@@ -86,7 +86,8 @@ class Scheduler(Owned[object]):
         with graph.compile(self, assign=assign) as compiled:
             memory = compiled._memory
             assert isinstance(memory, OnScheduler)
-            return dict(zip(self._backends, memory.sizes(), strict=True))
+            with holding((compiled,)):
+                return dict(zip(self._backends, memory.sizes(), strict=True))
 
     def assignment(self, compiled: Compiled) -> dict[str, list[str]]:
         """For each backend's name and number, what of the graph it computes, in order.
@@ -94,12 +95,14 @@ class Scheduler(Owned[object]):
         A result without a name is called by its operation and its number in the graph. Raises
         ValueError for what is not compiled on this scheduler.
         """
-        places = self._memory_of(compiled).places(compiled._graph)
-        found: dict[str, list[str]] = {name: [] for name in self._labels().values()}
-        for label, node in _labelled(compiled._graph):
-            if address(node) in places:
-                found[places[address(node)]].append(label)
-        return found
+        memory = self._memory_of(compiled)
+        with holding((self, compiled)):
+            places = memory.places(compiled._graph)
+            found: dict[str, list[str]] = {name: [] for name in self._labels().values()}
+            for label, node in _labelled(compiled._graph):
+                if address(node) in places:
+                    found[places[address(node)]].append(label)
+            return found
 
     def _labels(self) -> dict[int, str]:
         """The backends' names and numbers, by address."""
@@ -130,7 +133,7 @@ class Scheduler(Owned[object]):
         return memory
 
     def __repr__(self) -> str:
-        names = "closed" if self.closed else ", ".join(one.name for one in self._backends)
+        names = "closed" if self.closed else ", ".join(map(name_or_closed, self._backends))
         return f"<Scheduler {names}>"
 
 
