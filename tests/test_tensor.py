@@ -603,3 +603,19 @@ def test_a_masked_array_is_refused_wherever_numbers_come_in(
     with pytest.raises(TypeError, match=r"masked array, whose mask would be lost; \.filled\(\)"):
         TAKERS[taker](ctx, w, tmp_path / "f.gguf")
     assert not w.numpy().any() and not os.listdir(tmp_path)
+
+
+def test_what_a_tensor_is_not_asked(ctx: Any) -> None:
+    """Its numbers may be yet to be computed: no truth, and nothing is found in it."""
+    w = ctx.from_numpy(np.zeros((2, 3), np.float32), "w")
+    single = ctx.tensor((), name="single")
+    ctx.allocate("CPU")
+    for one in (w, single, ops.sqr(w)):
+        with pytest.raises(TypeError, match=r"neither true nor false: look at its numpy\(\)"):
+            bool(one)
+        with pytest.raises(TypeError, match=r"is not searched: look in its numpy\(\)"):
+            0.0 in one  # noqa: B015
+    with pytest.raises(TypeError, match="the Tensor has no axis"):
+        iter(single)
+    w[1] = [1, 2, 3]
+    assert [row.numpy().tolist() for row in w] == [[0, 0, 0], [1, 2, 3]]

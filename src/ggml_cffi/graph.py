@@ -497,8 +497,8 @@ class Compiled(Owned[_Store]):
         from .meta._rules import VIEWS
 
         for node in copies:
-            written = node.view_src and constants.get(address(node.view_src))
-            if written and op_name(node) not in VIEWS:
+            written = constants.get(address(node.view_src)) if node.view_src else None
+            if written is not None and op_name(node) not in VIEWS:
                 raise ValueError(
                     f"{capi.ggml_op_desc(node)} writes into {written!r}, which has no memory yet "
                     "and is a constant of the graph: allocate its Context before"

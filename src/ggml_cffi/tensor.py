@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -300,7 +300,7 @@ class Tensor(_Base):
             raise ValueError(f"{self!r} is not of {np.dtype(dtype)}: it has to be copied")
         return self.numpy().astype(dtype)
 
-    def __dlpack__(self, **kwargs: Any) -> object:
+    def __dlpack__(self, **kwargs: Any) -> Any:
         """The numbers as a capsule of the DLPack protocol; shares memory where `numpy` does.
 
         Takes the protocol's keywords. Raises BufferError where the memory cannot be shared and
@@ -332,6 +332,16 @@ class Tensor(_Base):
         if not self._ndim:
             raise TypeError("the Tensor has no axis")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Views of its parts along the first axis."""
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, value: object) -> NoReturn:
+        raise TypeError(f"{self!r} is not searched: look in its numpy()")
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"{self!r} is neither true nor false: look at its numpy(), or for None")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tensor) and self._address == other._address
