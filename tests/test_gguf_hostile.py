@@ -392,7 +392,8 @@ def test_what_opens_is_written_again_alike(tmp_path: Path) -> None:
                 writer.add_tensor(name, entry)
             del entry
         with GGUFFile(tmp_path / "f") as file, GGUFFile(tmp_path / "g") as again:
-            assert list(again.metadata.values()) == list(file.metadata.values()) or nan(file)
+            one, other = ({k: f.metadata.raw(k) for k in f.metadata} for f in (file, again))
+            assert one == other  # bytes: NaN is no number that is equal to itself
             said_of = [
                 [(t.name, t.type, t.ne) for t in one.tensors.values()] for one in (file, again)
             ]
@@ -437,15 +438,12 @@ def test_mutations_as_ggml_sees_them(tmp_path: Path) -> None:
     assert both > 10
 
 
-def nan(file: GGUFFile) -> bool:
-    return any(isinstance(v, float) and v != v for v in file.metadata.values())
-
-
 def test_random_bytes_behind_a_right_header(tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     for _ in range(200):
         head = b"GGUF" + struct.pack("<IQQ", 3, rng.integers(3), rng.integers(4))
-        said(tmp_path / "f", head + rng.bytes(int(rng.integers(300))))
+        words = said(tmp_path / "f", head + rng.bytes(int(rng.integers(300))))
+        assert not words or "expected" in words
 
 
 def test_a_file_that_is_mostly_a_hole(tmp_path: Path) -> None:

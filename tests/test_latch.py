@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import traceback
 import weakref
@@ -364,7 +365,8 @@ def test_close_drops_what_the_traceback_holds(chained):
     assert asker.split.error is error
     assert asker.split.tensor_name == "w"
     text = "".join(traceback.format_exception(error))
-    assert ("in function" in text and "inside" in text) or "raise" in text
+    assert "KeyError" in text
+    assert "in function" in text or sys.version_info < (3, 11)  # which has no notes
 
 
 def test_close_from_inside_the_function():

@@ -77,9 +77,7 @@ def test_what_a_file_has(tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     numbers = trained(AdamW(0.01), 2, save=file)
     with GGUFFile(file) as saved:
-        assert list(saved.tensors)[:4] == list(trained(AdamW())) or set(numbers) < set(
-            saved.tensors
-        )
+        assert set(list(saved.tensors)[: len(numbers)]) == set(numbers)  # before their moments
         for name, expected in numbers.items():
             np.testing.assert_array_equal(saved.tensors[name].numpy(), expected)
             assert (saved.tensors[f"training.v.{name}"].numpy() >= 0).all()

@@ -2,9 +2,8 @@
 
 Gives `lib` and `ffi`; `raising`, which makes of a function of `lib` one that raises `Failed`, and
 `raised`, where that finds what callbacks raised (ggml/raising.hpp); and what makes tensor objects
-in C++ (ggml/building.hpp). Raises ImportError, with what
-to do, where the extension is missing, cannot be loaded, or is served by a ggml other than the one
-it was compiled against.
+in C++ (ggml/building.hpp). Raises ImportError, with what to do, where the extension is missing,
+cannot be loaded, or is served by a ggml other than the one it was compiled against.
 """
 
 from __future__ import annotations

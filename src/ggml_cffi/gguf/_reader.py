@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..device import Device
     from ..tensor import Tensor
 
-"""Told the bytes that are done and how many there are."""
-
 
 class GGUFFile(Closing):
     """An open GGUF file of version 2 or 3: its metadata, and its tensors by name.
@@ -46,9 +44,8 @@ class GGUFFile(Closing):
     of the format, `alignment` what the tensors' data is aligned to, in bytes.
 
     The format is that of ggml's ``docs/gguf.md``. Raises OSError where the file cannot be opened,
-    LookupError for no such
-    `errors`, and GGUFError, with the place and what was expected, where it is no valid GGUF file:
-    for big-endian ones too, of which ggml can do nothing.
+    LookupError for no such `errors`, and GGUFError, with the place and what was expected, where it
+    is no valid GGUF file: for big-endian ones too, of which ggml can do nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str], errors: str = "strict") -> None:
