@@ -415,7 +415,7 @@ class Compare(Place):
         return True
 
     def check(self, result: Any) -> None:
-        assert result is None
+        assert result is True
         indices = [args[0] for args in self.seen]
         assert indices == [0, 1] * (len(indices) // 2)
 
