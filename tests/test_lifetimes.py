@@ -599,7 +599,7 @@ def closed_at_each_look(
         thread.start()
         looked.wait(30)
         closing.start()
-        closing.join(0.05)  # where the reader has a lock, it closes after that
+        closing.join(0.1)  # where the reader has a lock, it closes after that
         # what takes the place of what was freed
         filler = [np.full(size, 0x41, np.uint8) for size in (100_000, 300_000) for _ in range(50)]
         closed.set()

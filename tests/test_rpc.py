@@ -1244,7 +1244,7 @@ def test_a_worker_that_says_much_before_it_listens(
         assert workers[0].memory.total > 0
     monkeypatch.setenv("WAIT", "60")
     with pytest.raises(GGMLError, match=r"did not start in time: .*well so\.$"):
-        rpc.LocalWorkers(1, timeout=3)
+        rpc.LocalWorkers(1, timeout=8)
 
 
 @needs_rpc
