@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from ._loader import ffi, lib
 
@@ -241,23 +241,19 @@ def holding(owners: Iterable[Owned[Any]]) -> Iterator[None]:
         _each([resource.drop for resource in held])
 
 
-_Owner = TypeVar("_Owner", bound="Owned[Any]")
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def while_it_stays(
-    method: Callable[Concatenate[_Owner, _Parameters], _Result],
-) -> Callable[Concatenate[_Owner, _Parameters], _Result]:
+def while_it_stays(method: _Method) -> _Method:
     """A method of an owner that is freed after it, should another thread close that meanwhile."""
 
     @functools.wraps(method)
-    def held(self: _Owner, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    def held(self: Owned[Any], *args: Any, **kwargs: Any) -> Any:
         self.handle  # noqa: B018 # raises where it is closed, and after a fork
         with holding((self,)):
             return method(self, *args, **kwargs)
 
-    return held
+    return cast("_Method", held)
 
 
 def renew_after_fork(module: dict[str, Any], *locks: str) -> None:
