@@ -221,11 +221,6 @@ static void tensor_dealloc(PyObject * self) {
     Py_DECREF(type);
 }
 
-// Its buffer is that of the tensor that it is a view of.
-static const void * buffer_behind(const ggml_tensor * tensor) {
-    return (tensor->view_src ? tensor->view_src : tensor)->buffer;
-}
-
 static const ggml_tensor * behind(const tensor_base * t) {
     return t->handle ? (const ggml_tensor *) _cffi_to_c_pointer(t->handle, tensors.pointer) : nullptr;
 }
@@ -269,7 +264,7 @@ static PyObject * tensor_label(PyObject * self, void *) {
 
 static PyObject * tensor_has_place(PyObject * self, void *) {
     const ggml_tensor * t = described(self);
-    return t ? PyBool_FromLong(t->data || buffer_behind(t)) : nullptr;
+    return t ? PyBool_FromLong(t->data || check::buffer_of(t)) : nullptr;
 }
 
 static PyGetSetDef tensor_facts[] = {
@@ -296,7 +291,7 @@ static PyObject * tensor_again(PyObject * self, PyObject *) {
     Py_INCREF(array); // from here on nobody frees the context, and the tensor with it
     const ggml_tensor * tensor = behind(t);
     PyObject *          found = nullptr;
-    if (tensor && tensor->data == t->data && buffer_behind(tensor) == t->buffer) {
+    if (tensor && tensor->data == t->data && check::buffer_of(tensor) == t->buffer) {
         found = PyObject_CallMethodObjArgs(array, view, nullptr);
     } else if (!PyErr_Occurred()) {
         Py_INCREF(Py_None);
@@ -332,7 +327,7 @@ static PyObject * tensor_remember(PyObject * self, PyObject * arguments) {
     t->views = views;
     t->key = key;
     t->data = tensor->data;
-    t->buffer = buffer_behind(tensor);
+    t->buffer = check::buffer_of(tensor);
     Py_XDECREF(old_views);
     Py_XDECREF(old_key);
     Py_RETURN_NONE;

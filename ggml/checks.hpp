@@ -467,9 +467,18 @@ inline bool can_read(const ggml_tensor * t, ggml_backend_t backend) {
     return false;
 }
 
+inline bool is_view(const ggml_tensor * t) {
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+// What has the memory of a tensor.
+inline const ggml_tensor * root_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+
+// Into the memory of another tensor.
+inline bool writes_into_another(const ggml_tensor * node) { return node->view_src && !is_view(node); }
+
 inline bool no_kernel(const ggml_tensor * t) {
-    return t->op == GGML_OP_NONE || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW ||
-           t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE || ggml_is_empty(t);
+    return t->op == GGML_OP_NONE || is_view(t) || ggml_is_empty(t);
 }
 
 // ggml writes through made-up addresses where a meta device over host memory computes into a tensor
@@ -544,10 +553,6 @@ inline bool aligned_as_said(const gguf_context * ctx) {
               std::to_string(is);
     }
     return said == is;
-}
-
-inline bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
 }
 
 // All that these tensors, which may be NULL, are made from, and they: by operations or as views.

@@ -43,7 +43,7 @@ inline std::optional<cut> cut_of(const ggml_tensor * t) {
     if (ggml_backend_buffer_get_usage(buffer) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         return std::nullopt;
     }
-    const std::optional<cut> found = cuts_table.find(t->view_src ? t->view_src : t);
+    const std::optional<cut> found = cuts_table.find(check::root_of(t));
     return found && found->buffer == buffer ? found : std::nullopt;
 }
 

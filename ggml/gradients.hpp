@@ -42,8 +42,8 @@ inline std::vector<const ggml_tensor *> nodes_of(ggml_cgraph * graph) {
     return nodes;
 }
 
-// Whether no node from number `n` on, which is a gradient's, reads what one before it has been written over since an
-// earlier one was computed with it.
+// Whether no gradient, a node from number `n` on, reads what an operation in place has written over since another one
+// was computed with it.
 inline bool overwrites_nothing(ggml_cgraph * graph, int n) {
     struct writing {
         int                 number;
@@ -52,7 +52,7 @@ inline bool overwrites_nothing(ggml_cgraph * graph, int n) {
     std::unordered_map<const ggml_tensor *, std::vector<writing>> writings; // by what they are views of
     for (int i = 0; i < n; ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
-        if (node->view_src && !is_view(node)) {
+        if (writes_into_another(node)) {
             writings[node->view_src].push_back({ i, node });
         }
     }
@@ -75,7 +75,7 @@ inline bool overwrites_nothing(ggml_cgraph * graph, int n) {
     for (int i = n; i < ggml_graph_n_nodes(graph); ++i) {
         for (const ggml_tensor * operand : ggml_graph_node(graph, i)->src) {
             const auto used = first.find(operand);
-            const auto over = operand ? writings.find(operand->view_src ? operand->view_src : operand) : writings.end();
+            const auto over = operand ? writings.find(root_of(operand)) : writings.end();
             if (used == first.end() || over == writings.end()) {
                 continue;
             }
@@ -94,7 +94,7 @@ inline bool overwrites_nothing(ggml_cgraph * graph, int n) {
 // What a kernel of the training reads once it has written is marked as an output, over which no allocator puts another
 // result: the gradient of a softmax is computed from what the softmax was.
 inline void keep_apart(std::vector<const ggml_tensor *> nodes) {
-    const auto keep = [](const ggml_tensor * t) { ggml_set_output((ggml_tensor *) (t->view_src ? t->view_src : t)); };
+    const auto keep = [](const ggml_tensor * t) { ggml_set_output((ggml_tensor *) root_of(t)); };
     for (const ggml_tensor * t : ancestry(std::move(nodes))) {
         if (t->op == GGML_OP_SOFT_MAX) {
             keep(t);
@@ -240,7 +240,7 @@ inline bool can_differentiate(ggml_cgraph * graph) {
     if (!can_differentiate(tensors)) {
         return false;
     }
-    if (std::none_of(nodes.begin(), nodes.end(), [](const ggml_tensor * t) { return t->view_src && !is_view(t); })) {
+    if (std::none_of(nodes.begin(), nodes.end(), writes_into_another)) {
         return true;
     }
     rehearsal made(tensors, ggml_graph_size(graph));

@@ -147,10 +147,6 @@ inline bool index_values(const index_use & use, const char * data) {
     return use.ids->type == GGML_TYPE_I32 ? indices_below<int32_t>(use, data) : indices_below<int64_t>(use, data);
 }
 
-inline const ggml_tensor * root_of(const ggml_tensor * t) {
-    return t->view_src ? t->view_src : t;
-}
-
 // Of a table of indices, the rows that are used, if those can be told; else all of it.
 inline bool table_values(const index_use & use, const char * data) {
     const ggml_tensor * rows = use.rows;
@@ -207,7 +203,7 @@ template <class Source, class Look> bool indices(ggml_cgraph * graph, Source sou
     std::unordered_set<const ggml_tensor *> written;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
-        if (node->view_src && !is_view(node)) {
+        if (writes_into_another(node)) {
             written.insert(node->view_src);
         }
     }

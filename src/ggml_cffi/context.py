@@ -164,9 +164,10 @@ class Context(Owned[_Store]):
         return made
 
     def _note_ndim(self, made: Tensor) -> None:
-        """Ggml does not tell how many axes of length 1 stand in front."""
-        if made._ndim != _tensor.n_dims(made._handle):
-            self._ndims[made._address] = made._ndim
+        """Axes of length 1 in front, and that there is none, ggml does not tell."""
+        n = made._ndim
+        if n != 1 and (not n or made._ne[n - 1] == 1):
+            self._ndims[made._address] = n
 
     def input(self, shape: int | Sequence[int], dtype: object = "f32", name: str = "") -> Tensor:
         """A tensor that never has memory of its own: an input of the graphs that it is part of.

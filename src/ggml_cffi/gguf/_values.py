@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import as_array
 from . import _format as fmt
 from ._metadata import GGUFArray
 
@@ -40,8 +41,8 @@ def encode(key: str, value: object, type: object = None) -> tuple[int, bytes]:
     its own, also where it is that of arrays.
     """
     what = f"metadata key {key!r}"
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{what} is a masked array, whose mask would be lost; .filled() has none")
+    if isinstance(value, np.ndarray):
+        value = as_array(value, what)
     kind = None if type is None else metadata_type(type)
     if kind == fmt.ARRAY and isinstance(value, GGUFArray):
         kind = None  # as `Metadata.type` has it

@@ -77,8 +77,8 @@ def count(name: str, value: object, least: int = 1) -> int:
 
 
 def _numbers(name: str, value: npt.ArrayLike) -> npt.NDArray[Any]:
-    as_array(value, name)
     array = np.asanyarray(value)  # a memory map stays one
+    as_array(array, name)
     if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}, expected real numbers")
     if not array.ndim:
